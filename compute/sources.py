@@ -1,0 +1,109 @@
+"""What the forward pass asks of whoever holds experts and engram rows.
+
+Owns the two interfaces between arithmetic and I/O. `compute.resident` implements `ExpertSource` inside one
+process; the process file of compute implements both over shared memory and ZeroMQ. The forward pass
+promises never to keep a view of expert bytes past the moment the interface names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class ExpertBytes(NamedTuple):
+    """One routed expert as it lies on disk: uint8 views, two e2m1 codes a byte, one e8m0 byte a scale.
+
+    With D = hidden_size and I = moe_intermediate_size: `w1`, `w3` [I, D/2], their scales [I, D/32];
+    `w2` [D, I/2], its scale [D, I/32]. Contiguous rows; on the device that computes, or readable by it.
+    """
+
+    w1: torch.Tensor
+    w1_scale: torch.Tensor
+    w3: torch.Tensor
+    w3_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+class ExpertSource(Protocol):
+    """Gives the routed experts that one layer needs, in whatever order they are there."""
+
+    def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
+        """Yield each of the distinct `experts` of `layer` exactly once, in order of arrival.
+
+        Those already resident come first, missing ones as they land. The bytes of an item may be read
+        until the next item is drawn or `release` is called, whichever comes first; a source whose device
+        works asynchronously keeps them until that work is done. Abandoning the iterator is allowed.
+        Raises ReadError where an expert cannot be read and StallError where one does not come in time.
+        """
+        ...
+
+    def hint(
+        self,
+        layer: int,
+        picks: Sequence[int],
+        predicted_layer: int | None,
+        predicted: Sequence[int],
+        scores: Sequence[float],
+    ) -> None:
+        """Say what `layer` is about to fetch and what `predicted_layer` will likely want, best first.
+
+        `picks` are distinct and ascending; `scores` (one for each of `predicted`) are the gate's biased
+        scores and only their order and differences mean anything. `predicted_layer` is None after the
+        last layer. Never blocks, may be dropped.
+        """
+        ...
+
+    def release(self) -> None:
+        """Compute holds no expert bytes any more: slots seen up to now may be rewritten.
+
+        Called once a layer, after its last product was issued; on CUDA the source waits for the device
+        (an event, not the host) before it lets a slot go.
+        """
+        ...
+
+
+class EngramSource(Protocol):
+    """Gives the engram rows of a run of tokens, asked for before the forward pass that adds them."""
+
+    def request(self, start: int, tokens: Sequence[int], history: Sequence[int]) -> int:
+        """Ask for the rows of `tokens` at positions `start`, `start + 1`, ...; returns a ticket at once.
+
+        `history` are the tokens directly before `start`, oldest first: min(start, n - 1) of them, where
+        n = engram_max_ngram_size.
+        """
+        ...
+
+    def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for one engram layer's rows of a ticket.
+
+        Returns codes uint8 [T, rows_per_token, head_dim] (e4m3) and scales uint8
+        [T, rows_per_token, head_dim / 32] (e8m0), valid until `done(ticket)`. `engram_layer_index`
+        counts in `engram_layer_ids`. Raises ReadError or StallError.
+        """
+        ...
+
+    def done(self, ticket: int) -> None:
+        """The ticket's rows are no longer read; it may be called after a failure too."""
+        ...
+
+
+class Tracer(Protocol):
+    """Where spans go; `protocol.trace` has the real one."""
+
+    def span(self, name: str, **args: object) -> AbstractContextManager[object]:
+        """A context that measures `name`; `args` are shown beside it."""
+        ...
+
+
+class NullTracer:
+    """Measures nothing."""
+
+    _nothing: AbstractContextManager[object] = nullcontext()
+
+    def span(self, name: str, **args: object) -> AbstractContextManager[object]:
+        return self._nothing
