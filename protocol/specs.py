@@ -1,0 +1,107 @@
+"""What the supervisor tells each child at its start, through an inherited pipe.
+
+Everything a child needs is here, so that its command line is one descriptor number and nothing
+secret or long stands in a process list. Descriptors named `*_fd` are inherited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.wire import Message, message
+
+
+@message(100)
+@dataclass(frozen=True, slots=True)
+class ReaderSpec(Message):
+    """`files` are the shards a ReadOrder's `file` counts in. `direct` asks for O_DIRECT where the
+    file system takes it. The remaining fields are for developers and tests, 0 or "" in use:
+    `bandwidth` (bytes/s of the whole emulated disk, split among `readers`) and `latency` (seconds a
+    read) slow reads down; `faults` is a `protocol.faults` description of what to break."""
+
+    reader: int
+    incarnation: int
+    readers: int
+    control: str
+    orders: str
+    files: list[str]
+    arena_fd: int
+    direct: bool
+    bandwidth: float
+    latency: float
+    faults: str
+    trace: str
+
+
+@message(101)
+@dataclass(frozen=True, slots=True)
+class ExpertServiceSpec(Message):
+    """`experts` and `readers_endpoint` are bound by the service. `piece_bytes` bounds one read
+    order. `predicted_in_flight` bounds predicted experts being read at once (0: no prefetch).
+    `reserve` free slots are kept. `order_timeout` seconds without an answer make a reader stuck.
+    `policy` names an eviction policy; `seed` is for its random choices. `warm_experts` are read in
+    the background at the start, as `layer << 16 | expert`, hottest first."""
+
+    control: str
+    experts: str
+    readers_endpoint: str
+    checkpoint: str
+    readers: int
+    arena_fd: int
+    directory_fd: int
+    progress_fd: int
+    piece_bytes: int
+    predicted_in_flight: int
+    reserve: int
+    order_timeout: float
+    policy: str
+    seed: int
+    warm_experts: list[int]
+    trace: str
+
+
+@message(102)
+@dataclass(frozen=True, slots=True)
+class EngramServiceSpec(Message):
+    """`threads` read at once; `cache_bytes` bounds the hot rows kept. `latency` and `faults` as in
+    ReaderSpec."""
+
+    control: str
+    engram: str
+    checkpoint: str
+    ring_fd: int
+    threads: int
+    cache_bytes: int
+    direct: bool
+    latency: float
+    faults: str
+    trace: str
+
+
+@message(103)
+@dataclass(frozen=True, slots=True)
+class ComputeSpec(Message):
+    """`device` is a torch device. `chunk_tokens` bounds one prefill chunk, `max_context` the tokens
+    of a sequence. `predict` is how many experts of the next layer are published (0: none).
+    `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own count
+    (0: its default). `verify_slots` compares slot generations around every use."""
+
+    control: str
+    experts: str
+    engram: str
+    checkpoint: str
+    device: str
+    arena_fd: int
+    directory_fd: int
+    progress_fd: int
+    ring_fd: int
+    chunk_tokens: int
+    max_context: int
+    predict: int
+    stall_timeout: float
+    threads: int
+    verify_slots: bool
+    trace: str
+
+
+SPECS = (ReaderSpec, ExpertServiceSpec, EngramServiceSpec, ComputeSpec)
