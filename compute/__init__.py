@@ -1,1 +1,1 @@
-"""The forward pass: dense weights, layers, sequence state, and what they ask of the I/O processes."""
+"""The forward pass: dense weights, layers, sequence state, and what they ask of I/O."""

@@ -1,8 +1,8 @@
 """What the forward pass asks of whoever holds experts and engram rows.
 
-Owns the two interfaces between arithmetic and I/O. `compute.resident` implements `ExpertSource` inside one
-process; the process file of compute implements both over shared memory and ZeroMQ. The forward pass
-promises never to keep a view of expert bytes past the moment the interface names.
+Owns the two interfaces between arithmetic and I/O. `compute.resident` implements `ExpertSource`
+inside one process; compute's process file implements both over shared memory and ZeroMQ. The
+forward pass promises never to keep a view of expert bytes past the moment the interface names.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 
 class ExpertBytes(NamedTuple):
-    """One routed expert as it lies on disk: uint8 views, two e2m1 codes a byte, one e8m0 byte a scale.
+    """One routed expert as on disk: uint8 views, two e2m1 codes a byte, one e8m0 byte a scale.
 
-    With D = hidden_size and I = moe_intermediate_size: `w1`, `w3` [I, D/2], their scales [I, D/32];
-    `w2` [D, I/2], its scale [D, I/32]. Contiguous rows; on the device that computes, or readable by it.
+    With D = hidden_size and I = moe_intermediate_size: `w1`, `w3` [I, D/2] and their scales
+    [I, D/32]; `w2` [D, I/2] and its scale [D, I/32]. Contiguous, and readable by the device that
+    computes.
     """
 
     w1: torch.Tensor
@@ -35,10 +36,11 @@ class ExpertSource(Protocol):
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
         """Yield each of the distinct `experts` of `layer` exactly once, in order of arrival.
 
-        Those already resident come first, missing ones as they land. The bytes of an item may be read
-        until the next item is drawn or `release` is called, whichever comes first; a source whose device
-        works asynchronously keeps them until that work is done. Abandoning the iterator is allowed.
-        Raises ReadError where an expert cannot be read and StallError where one does not come in time.
+        What is missing is asked for by this call, before the first item is drawn. Those already
+        resident come first, missing ones as they land. An item's bytes may be read until the next
+        item is drawn or `release` is called, whichever comes first; a source whose device works
+        asynchronously keeps them until that work is done. Abandoning the iterator is allowed.
+        Raises ReadError where an expert cannot be read, StallError where one does not come in time.
         """
         ...
 
@@ -50,31 +52,31 @@ class ExpertSource(Protocol):
         predicted: Sequence[int],
         scores: Sequence[float],
     ) -> None:
-        """Say what `layer` is about to fetch and what `predicted_layer` will likely want, best first.
+        """Say what `layer` is about to fetch and what `predicted_layer` will likely want.
 
-        `picks` are distinct and ascending; `scores` (one for each of `predicted`) are the gate's biased
-        scores and only their order and differences mean anything. `predicted_layer` is None after the
-        last layer. Never blocks, may be dropped.
+        `picks` are distinct and ascending. `predicted` is best first; its `scores` say how far an
+        expert's gate score lies above the cut at top-k (from 0 up: it would be picked). After the
+        last layer `predicted_layer` is None and nothing is predicted. Never blocks; may be dropped.
         """
         ...
 
     def release(self) -> None:
         """Compute holds no expert bytes any more: slots seen up to now may be rewritten.
 
-        Called once a layer, after its last product was issued; on CUDA the source waits for the device
-        (an event, not the host) before it lets a slot go.
+        Called once a layer, after its last product was issued, and after a failure; on CUDA the
+        source waits for the device (an event, not the host) before it lets a slot go.
         """
         ...
 
 
 class EngramSource(Protocol):
-    """Gives the engram rows of a run of tokens, asked for before the forward pass that adds them."""
+    """Gives the engram rows of a run of tokens, asked for before the pass that adds them."""
 
     def request(self, start: int, tokens: Sequence[int], history: Sequence[int]) -> int:
-        """Ask for the rows of `tokens` at positions `start`, `start + 1`, ...; returns a ticket at once.
+        """Ask for the rows of `tokens` at positions `start`, `start + 1`, ...; a ticket at once.
 
-        `history` are the tokens directly before `start`, oldest first: min(start, n - 1) of them, where
-        n = engram_max_ngram_size.
+        `history` are the tokens directly before `start`, oldest first: min(start, n - 1) of them,
+        where n = engram_max_ngram_size.
         """
         ...
 
@@ -82,13 +84,13 @@ class EngramSource(Protocol):
         """Wait for one engram layer's rows of a ticket.
 
         Returns codes uint8 [T, rows_per_token, head_dim] (e4m3) and scales uint8
-        [T, rows_per_token, head_dim / 32] (e8m0), valid until `done(ticket)`. `engram_layer_index`
-        counts in `engram_layer_ids`. Raises ReadError or StallError.
+        [T, rows_per_token, head_dim / 32] (e8m0), valid until `done(ticket)`.
+        `engram_layer_index` counts in `engram_layer_ids`. Raises ReadError or StallError.
         """
         ...
 
     def done(self, ticket: int) -> None:
-        """The ticket's rows are no longer read; it may be called after a failure too."""
+        """The ticket's rows are no longer read; called once, after a failure too."""
         ...
 
 
