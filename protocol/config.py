@@ -1,7 +1,7 @@
 """What a checkpoint's `config.json` says, checked.
 
-Owns the mapping from the released nested file to `ModelConfig` and the rules that make it consistent.
-It knows nothing of tensors: `protocol.tensor_table` derives them.
+Owns the mapping from the released nested file to `ModelConfig` and the rules that make it
+consistent. It knows nothing of tensors: `protocol.tensor_table` derives them.
 """
 
 from __future__ import annotations
@@ -193,15 +193,12 @@ def _typed(holder: Mapping[str, Any], name: str, kind: str, path: Path) -> Any:
     if name not in holder:
         raise CheckpointError(f"{path}: {name} is missing; expected {kind}")
     value = holder[name]
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if kind == "int" and _is_count(value):
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if kind == "tuple[int, ...]" and isinstance(value, list):
-        if all(
-            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-        ):
-            return tuple(value)
+    if kind == "tuple[int, ...]" and isinstance(value, list) and all(map(_is_count, value)):
+        return tuple(value)
     if kind == "RopeScaling" and isinstance(value, Mapping):
         if value.get("rope_type", "yarn") != "yarn":
             raise CheckpointError(
@@ -210,18 +207,44 @@ def _typed(holder: Mapping[str, Any], name: str, kind: str, path: Path) -> Any:
         return RopeScaling(
             **{key: _typed(value, key, of, path) for key, of in RopeScaling.__annotations__.items()}
         )
-    raise CheckpointError(
-        f"{path}: {name} is {value!r}, expected {kind.replace('tuple[int, ...]', 'a list of integers')}"
-    )
+    expected = {"tuple[int, ...]": "a list of whole numbers", "int": "a whole number from 0"}
+    raise CheckpointError(f"{path}: {name} is {value!r}, expected {expected.get(kind, kind)}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 _POSITIVE = (
-    "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim "
-    "q_lora_rank o_lora_rank o_groups max_position_embeddings rope_theta compress_rope_theta "
-    "n_routed_experts num_experts_per_tok sliding_window index_n_heads index_head_dim index_topk "
-    "candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters engram_max_ngram_size "
-    "engram_n_heads engram_head_dim engram_vocab_size engram_compressed_vocab_size rms_norm_eps"
-).split()
+    "vocab_size",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "max_position_embeddings",
+    "rope_theta",
+    "compress_rope_theta",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "candidate_topk_blocks",
+    "candidate_block_size",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "engram_max_ngram_size",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_vocab_size",
+    "engram_compressed_vocab_size",
+    "rms_norm_eps",
+)
 
 
 def _check_consistent(config: ModelConfig, path: Path) -> None:
@@ -276,7 +299,8 @@ def _check_consistent(config: ModelConfig, path: Path) -> None:
         )
         require(
             choosers[-1] >= sources[-1],
-            f"layer {layer} reads kv of layer {sources[-1]} but its index source is the earlier layer {choosers[-1]}",
+            f"layer {layer} reads kv of layer {sources[-1]} but its index source "
+            f"is the earlier layer {choosers[-1]}",
         )
     _check_divisibility(config, require)
 
@@ -284,19 +308,23 @@ def _check_consistent(config: ModelConfig, path: Path) -> None:
 def _check_divisibility(config: ModelConfig, require: Any) -> None:
     require(
         config.num_experts_per_tok <= config.n_routed_experts,
-        f"num_experts_per_tok is {config.num_experts_per_tok}, more than the {config.n_routed_experts} experts",
+        f"num_experts_per_tok is {config.num_experts_per_tok}, "
+        f"more than the {config.n_routed_experts} experts",
     )
     require(
         0 < config.qk_rope_head_dim <= config.head_dim and config.qk_rope_head_dim % 2 == 0,
-        f"qk_rope_head_dim is {config.qk_rope_head_dim}, expected an even number up to head_dim {config.head_dim}",
+        f"qk_rope_head_dim is {config.qk_rope_head_dim}, expected an even number "
+        f"up to head_dim {config.head_dim}",
     )
     require(
         config.qk_rope_head_dim <= config.index_head_dim,
-        f"qk_rope_head_dim {config.qk_rope_head_dim} is larger than index_head_dim {config.index_head_dim}",
+        f"qk_rope_head_dim {config.qk_rope_head_dim} is larger than "
+        f"index_head_dim {config.index_head_dim}",
     )
     require(
         config.num_attention_heads % config.o_groups == 0,
-        f"num_attention_heads {config.num_attention_heads} is not a multiple of o_groups {config.o_groups}",
+        f"num_attention_heads {config.num_attention_heads} is not a multiple of "
+        f"o_groups {config.o_groups}",
     )
     for name in (
         "hidden_size",

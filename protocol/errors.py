@@ -1,6 +1,7 @@
 """The errors a person sees. Each is one line that says what is wrong, where, and what to do.
 
-Every process ends on a `HeadraceError` with its message on stderr and its `exit_code`, never with a traceback.
+Every process ends on a `HeadraceError` with its message on stderr and its `exit_code`, never with
+a traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class CheckpointError(HeadraceError):
 
 
 class ResourceError(HeadraceError):
-    """The machine does not have what was asked for (memory, locked memory, a writable directory)."""
+    """The machine lacks what was asked for (memory, locked memory, a writable directory)."""
 
     exit_code = 4
 

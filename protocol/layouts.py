@@ -11,6 +11,7 @@ and read whole; a payload is complete before the word that publishes it is writt
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -87,8 +88,8 @@ class SharedRegion:
         magic, version, kind, *values = _HEADER.unpack(header)
         if (magic, version, kind) != (MAGIC, LAYOUT_VERSION, cls.KIND):
             raise HeadraceError(
-                f"shared memory of {cls.__name__}: magic {magic!r}, version {version}, kind {kind}; "
-                f"expected {MAGIC!r}, {LAYOUT_VERSION}, {cls.KIND}; all processes must be one build"
+                f"shared memory of {cls.__name__}: header {magic!r} {version} {kind}, expected "
+                f"{MAGIC!r} {LAYOUT_VERSION} {cls.KIND}; all processes must be of one build"
             )
         geometry = tuple(values[: len(cls.GEOMETRY)])
         region = cls.__new__(cls)
@@ -114,11 +115,9 @@ class SharedRegion:
         """Drop the arrays and the mapping; the memory goes when its last holder does."""
         for name in [n for n, v in vars(self).items() if isinstance(v, np.ndarray)]:
             delattr(self, name)
-        try:
+        # A caller may still hold a view; the mapping then lives until that view is dropped.
+        with contextlib.suppress(BufferError):
             self.memory.close()
-        except BufferError:
-            # A caller still holds a view; the mapping then lives until that view is dropped.
-            pass
         os.close(self.fd)
 
     def _allocate(self, geometry: tuple[int, ...]) -> None:
@@ -204,8 +203,8 @@ class Progress(SharedRegion):
 
     `epoch` grows whenever compute holds no slot: once it has passed the value the service noted
     after taking an expert out of the directory, no one reads that slot. Both sides order their
-    store before their load with `full_fence`. `demand_done` is the last demand whose experts compute has used. `step` and `layer`
-    say where it is; `heartbeat` is CLOCK_MONOTONIC in nanoseconds at the last change.
+    store before their load with `full_fence`. `demand_done` is the last demand whose experts
+    compute has used. `step` and `layer` say where it is; `heartbeat` is CLOCK_MONOTONIC in nanoseconds at the last change.
     """
 
     KIND = 3

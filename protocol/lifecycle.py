@@ -28,7 +28,7 @@ S = TypeVar("S", bound=Message)
 
 
 def run_child(kind: type[S], serve: Callable[[S], None]) -> NoReturn:
-    """Run `serve(spec)` as this process's whole life, started as `python -m MODULE PIPE PARENT_PID`.
+    """Run `serve(spec)` as the whole life of `python -m MODULE PIPE PARENT_PID`.
 
     PIPE is the inherited read end of a pipe: first a 4-byte little-endian length and the spec's
     frame, then nothing until the parent ends.
@@ -36,12 +36,10 @@ def run_child(kind: type[S], serve: Callable[[S], None]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # SIGTERM's default ends the process at once, and there is nothing here to clean up.
     try:
-        if len(sys.argv) != 2 or not sys.argv[1].isdigit():
-            raise HeadraceError(
-                "this module is started by headrace, not by hand; see headrace --help"
-            )
+        if len(sys.argv) != 3 or not (sys.argv[1] + sys.argv[2]).isdigit():
+            raise HeadraceError("headrace starts this module, not a person; see headrace --help")
         pipe = int(sys.argv[1])
-        _die_with_parent()
+        _die_with_parent(int(sys.argv[2]))
         spec = _read_spec(pipe, kind)
         threading.Thread(
             target=_watch_parent, args=(pipe,), daemon=True, name="parent-watch"

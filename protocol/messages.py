@@ -70,7 +70,7 @@ class StatsRequest(Message):
 @message(6)
 @dataclass(frozen=True, slots=True)
 class StatsReply(Message):
-    """Child -> supervisor: counters since the process started, in the words of `protocol.counters`."""
+    """Child -> supervisor: counters since the process started (`protocol.counters`)."""
 
     request: int
     process: str
@@ -303,7 +303,7 @@ class ReadDone(Message):
 @message(63)
 @dataclass(frozen=True, slots=True)
 class ReadFailed(Message):
-    """Reader -> expert service: `order` failed after the reader's own retries; asks for the next."""
+    """Reader -> expert service: `order` failed after the reader's retries; asks for the next."""
 
     reader: int
     incarnation: int

@@ -76,7 +76,7 @@ class Shards:
             entry = headers[shard].get(name)
             if entry is None:
                 raise CheckpointError(
-                    f"{directory / shard}: tensor {name} is missing, though {INDEX_NAME} puts it there"
+                    f"{directory / shard}: {name} is missing, though {INDEX_NAME} puts it there"
                 )
             tensors[name] = entry
         warnings = tuple(_stray_tensors(headers, weight_map, index_path))
@@ -149,7 +149,7 @@ def read_header(path: Path, index_path: Path | None = None) -> dict[str, TensorE
             (length,) = struct.unpack("<Q", prefix)
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: header length {length} is more than the file's {size} bytes can hold; "
+                    f"{path}: header length {length} does not fit the file's {size} bytes; "
                     "fetch the file again"
                 )
             raw = file.read(length)
@@ -196,5 +196,5 @@ def _check_extents(path: Path, entries: list[TensorEntry], base: int, size: int)
         position, previous = entry.offset + entry.nbytes, entry.name
     if position > size:
         raise CheckpointError(
-            f"{path}: has {size} bytes, its header asks for {position}; it was cut short, fetch it again"
+            f"{path}: has {size} bytes, expected {position}; it was cut short, fetch it again"
         )

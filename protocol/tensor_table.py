@@ -80,7 +80,7 @@ def _block(config: ModelConfig, group: str, experts: int) -> Iterator[tuple[str,
     grouped = c.o_groups * c.o_lora_rank
     heads_width = c.num_attention_heads * c.head_dim
     mixes = (2 + hc) * hc
-    # The order follows how the weights of one expert lie in the release: three weights, three scales.
+    # An expert's three weights are neighbours in the release, and so are its three scales.
     for expert in range(experts):
         base = f"{group}.ffn.experts.{expert}"
         parts = [

@@ -11,14 +11,14 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ContextManager, TextIO
+from typing import Any, TextIO
 
 # Events kept before they are formatted and written, so that the hot path only appends.
 BUFFERED_EVENTS = 4096
 
-_NOTHING: ContextManager[None] = nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Tracer:
@@ -50,7 +50,7 @@ class Tracer:
             self._file.close()
             self._file = None
 
-    def span(self, name: str, track: str = "", **args: Any) -> ContextManager[None]:
+    def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
         """A context manager whose time becomes a span."""
         return _NOTHING if self._file is None else self._span(name, track, args)
 
