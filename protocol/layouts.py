@@ -204,7 +204,8 @@ class Progress(SharedRegion):
     `epoch` grows whenever compute holds no slot: once it has passed the value the service noted
     after taking an expert out of the directory, no one reads that slot. Both sides order their
     store before their load with `full_fence`. `demand_done` is the last demand whose experts
-    compute has used. `step` and `layer` say where it is; `heartbeat` is CLOCK_MONOTONIC in nanoseconds at the last change.
+    compute has used. `step` and `layer` say where it is; `heartbeat` is CLOCK_MONOTONIC in
+    nanoseconds at the last change.
     """
 
     KIND = 3
