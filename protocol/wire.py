@@ -79,9 +79,9 @@ def decode(frame: bytes | memoryview, expected: Iterable[type[Message]]) -> Mess
     if len(frame) > cls.MAX_BYTES:
         raise MalformedMessage(f"{cls.__name__} of {len(frame)} bytes, more than {cls.MAX_BYTES}")
     try:
-        # The frame bounds every length inside it; msgpack's own limits then add nothing but traps.
-        values = msgpack.unpackb(memoryview(frame)[2:], raw=False, max_buffer_size=cls.MAX_BYTES)
-    except Exception as error:  # msgpack raises a dozen types, some of them plain ValueError
+        # The frame's length bounds every length inside it: that is msgpack's own default.
+        values = msgpack.unpackb(memoryview(frame)[2:], raw=False)
+    except (ValueError, msgpack.UnpackException) as error:
         raise MalformedMessage(f"{cls.__name__} is not msgpack: {error}") from None
     if not isinstance(values, list) or len(values) != len(cls.CHECKS):
         raise MalformedMessage(f"{cls.__name__} does not have {len(cls.CHECKS)} fields")
