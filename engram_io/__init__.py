@@ -1,0 +1,1 @@
+"""Engram rows: which ones a token needs, where they lie, and the process that reads them."""

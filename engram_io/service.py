@@ -1,0 +1,211 @@
+"""The engram process: answers compute's requests for rows through the shared ring.
+
+One thread talks (asyncio on uvloop), one reads; requests are served in the order they came, and the
+layer that compute reaches first is served first. A read that fails fails its request and nothing
+else. Started by the supervisor as `python -m engram_io.service FD`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import uvloop
+import zmq
+
+from engram_io.broken_disk import BrokenDisk
+from engram_io.lookup import EngramLookup
+from engram_io.reader import ReadBlocks
+from engram_io.rows import EngramTable
+from engram_io.token_map import TokenMap
+from protocol import counters
+from protocol.config import ModelConfig
+from protocol.errors import HeadraceError
+from protocol.faults import FaultPlan
+from protocol.layouts import EngramRing
+from protocol.lifecycle import describe, run_child
+from protocol.messages import (
+    EngramFailed,
+    EngramReady,
+    EngramRequest,
+    Hello,
+    Loading,
+    Ready,
+    StatsReply,
+    StatsRequest,
+    Stop,
+    TraceStart,
+    TraceStop,
+    TraceStopped,
+)
+from protocol.shards import Shards
+from protocol.specs import EngramServiceSpec
+from protocol.trace import Tracer
+from protocol.transport import Channel
+from protocol.wire import Message
+
+NAME = "engram"
+
+
+class EngramService:
+    """Owns the ring's contents and the engram endpoint for the life of the process."""
+
+    def __init__(self, spec: EngramServiceSpec, control: Channel, requests: Channel) -> None:
+        """Reads what it needs of the checkpoint; raises HeadraceError."""
+        self._control = control
+        self._requests = requests
+        self._tracer = Tracer(NAME, spec.trace)
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._reading = ThreadPoolExecutor(1, "engram-serve")
+        # Newest ticket of every ring block: an older one is no longer wanted by anyone.
+        self._newest: dict[int, int] = {}
+        self._report("engram: checkpoint headers", 0.0)
+        directory = Path(spec.checkpoint)
+        config = ModelConfig.load(directory)
+        shards = Shards.open(directory, config)
+        self._report("engram: token map", 0.3)
+        token_map = TokenMap.load(directory, config)
+        self.lookup = EngramLookup(
+            config,
+            shards,
+            token_map,
+            depth=spec.threads,
+            cache_bytes=spec.cache_bytes,
+            direct=spec.direct,
+            on_batch=self._trace_batch,
+            wrap_reads=partial(_break_on_request, spec),
+        )
+        self._ring = EngramRing.attach(spec.ring_fd)
+        _check_ring(self._ring, config)
+
+    async def run(self) -> None:
+        """Serve until told to stop."""
+        self._control.attach(self._loop, self._on_control)
+        self._requests.attach(self._loop, self._on_request)
+        facts = {
+            "engram reads": self.lookup.blocks.way,
+            "engram cache": f"{self.lookup.cache.capacity} rows, {self.lookup.cache.nbytes} bytes",
+            "token map": f"{self.lookup.token_map.size} classes, "
+            f"sha256 {self.lookup.token_map.digest[:12]}",
+        }
+        self._control.send(Ready(NAME, facts))
+        await self._stop.wait()
+        self._tracer.stop()
+
+    def _report(self, what: str, fraction: float) -> None:
+        self._control.send(Loading(NAME, what, fraction))
+
+    # --- talking: the event loop's thread ---------------------------------------------------------
+
+    def _on_control(self, _sender: str, message: Message) -> None:
+        match message:
+            case Stop():
+                self._stop.set()
+            case StatsRequest(request):
+                self._control.send(StatsReply(request, NAME, self._figures()))
+            case TraceStart(path):
+                self._tracer.start(path)
+            case TraceStop():
+                self._tracer.stop()
+                self._control.send(TraceStopped(NAME))
+
+    def _on_request(self, sender: str, message: Message) -> None:
+        if isinstance(message, EngramRequest):
+            self._newest[message.ticket % self._ring.blocks] = message.ticket
+            self._reading.submit(self._serve, sender, message)
+
+    def _figures(self) -> dict[str, float]:
+        malformed = self._control.malformed + self._requests.malformed
+        return {**self.lookup.counts, counters.MALFORMED_MESSAGES: malformed}
+
+    def _answer(self, sender: str, message: Message) -> None:
+        self._loop.call_soon_threadsafe(self._requests.send, message, sender)
+
+    # --- reading: one thread ----------------------------------------------------------------------
+
+    def _serve(self, sender: str, request: EngramRequest) -> None:
+        try:
+            self._write_rows(sender, request)
+        except HeadraceError as error:
+            self._answer(sender, EngramFailed(request.ticket, str(error)))
+        except Exception as error:
+            # Nothing a request holds may end the process that serves the next one.
+            self._answer(sender, EngramFailed(request.ticket, describe(error)))
+
+    def _write_rows(self, sender: str, request: EngramRequest) -> None:
+        ring, ticket, count = self._ring, request.ticket, len(request.tokens)
+        if not 0 < count <= ring.block_tokens or ticket < 0:
+            raise HeadraceError(
+                f"engram request {ticket} of {count} tokens, expected 1 to {ring.block_tokens}"
+            )
+        block = ticket % ring.blocks
+        rows = self.lookup.rows_of(request.start, request.tokens, request.history)
+        for index in range(ring.layers):
+            if self._newest[block] != ticket:
+                raise HeadraceError(f"engram request {ticket} gave way to {self._newest[block]}")
+            self.lookup.fill(
+                index,
+                rows[index],
+                ring.codes[block, index, :count],
+                ring.scales[block, index, :count],
+            )
+            ring.ready[block, index] = ticket + 1
+            self._answer(sender, EngramReady(ticket, index))
+
+    def _trace_batch(
+        self, table: EngramTable, count: int, nbytes: int, begin_ns: int, end_ns: int
+    ) -> None:
+        if self._tracer.enabled:
+            span = partial(
+                self._tracer.complete,
+                "engram read",
+                begin_ns,
+                end_ns,
+                layer=table.layer,
+                reads=count,
+                bytes=nbytes,
+            )
+            # The tracer belongs to the loop's thread.
+            self._loop.call_soon_threadsafe(span)
+
+
+def _break_on_request(spec: EngramServiceSpec, read: ReadBlocks) -> ReadBlocks:
+    if not spec.faults and not spec.latency:
+        return read
+    return BrokenDisk(read, FaultPlan.parse(spec.faults), spec.latency, spec.threads)
+
+
+def _check_ring(ring: EngramRing, config: ModelConfig) -> None:
+    expected = (
+        len(config.engram_layer_ids),
+        config.engram_rows_per_token,
+        config.engram_head_dim,
+    )
+    found = (ring.layers, ring.rows, ring.head_dim)
+    if found != expected:
+        raise HeadraceError(
+            f"engram ring has (layers, rows, columns) {found}, the checkpoint asks for {expected}"
+        )
+
+
+async def _run(spec: EngramServiceSpec) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    control = Channel.connect(
+        context, spec.control, NAME, (Stop, StatsRequest, TraceStart, TraceStop)
+    )
+    requests = Channel.bind(context, spec.engram, (EngramRequest,))
+    control.send(Hello(NAME, os.getpid(), 0))
+    await EngramService(spec, control, requests).run()
+
+
+def serve(spec: EngramServiceSpec) -> None:
+    """The process's whole life."""
+    uvloop.run(_run(spec))
+
+
+if __name__ == "__main__":
+    run_child(EngramServiceSpec, serve)
