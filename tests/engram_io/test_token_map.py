@@ -56,7 +56,15 @@ def _vocabulary(*texts: str) -> Tokenizer:
         (("\u0301", "\u0300"), [0, 1]),
         (("a", "\x1ca"), [0, 1]),
     ],
-    ids=["case", "accents", "outer and inner spaces", "only spaces", "width", "lone accents", "0x1c"],
+    ids=[
+        "case",
+        "accents",
+        "outer and inner spaces",
+        "only spaces",
+        "width",
+        "lone accents",
+        "0x1c",
+    ],
 )
 def test_texts_that_fold_alike_share_a_class(texts: tuple[str, ...], classes: list[int]) -> None:
     token_map = TokenMap.from_tokenizer(_vocabulary(*texts), len(texts))
