@@ -113,8 +113,8 @@ def round_trip_fp4_kv(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(x: torch.Tensor, size: int) -> torch.Tensor:
-    """View [..., K] as [..., K / size, size]."""
-    return x.view(*x.shape[:-1], -1, size)
+    """[..., K] as [..., K / size, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)
 
 
 def _power_of_two_above(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""One module a kind of layer; each kernel's arithmetic is a plain function of tensors."""

@@ -1,0 +1,40 @@
+"""Matrix products of the model: fp8 weights with quantized inputs, and plain bf16 ones.
+
+Owns the rule which products quantize their input: those with an `Fp8Weight`, never those with a
+plain tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from compute.formats import round_trip_fp8
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """An fp8 weight dequantized once: `values` [N, K] in `product_dtype`, exact either way."""
+
+    values: torch.Tensor
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """The type that operands of a product are held in.
+
+    bf16 on CUDA, whose products accumulate in fp32. fp32 on CPU: most CPUs have no bf16 product, so
+    torch would convert the whole weight on every call or accumulate in bf16.
+    """
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def linear_fp8(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """bf16 [..., N] = bf16 `x` [..., K], quantized in groups of 32, times an fp8 weight."""
+    return linear(round_trip_fp8(x), weight.values)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """bf16 [..., N] = bf16 `x` [..., K] times `weight` [N, K], accumulated in fp32."""
+    return F.linear(x.to(weight.dtype), weight).to(torch.bfloat16)
