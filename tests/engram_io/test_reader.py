@@ -20,8 +20,7 @@ from engram_io.kernel_aio import AioQueue
 from engram_io.reader import ATTEMPTS, RowReader
 from engram_io.rows import MERGE_SPAN, EngramTable
 from protocol.errors import CheckpointError, ReadError, StallError
-
-from .conftest import ROWS, TableOnDisk
+from tests.engram_io.table_on_disk import ROWS, TableOnDisk
 
 Int64 = npt.NDArray[np.int64]
 WAYS = ("kernel AIO", "direct threads", "buffered threads")
