@@ -73,7 +73,7 @@ class EngramService:
             config,
             shards,
             token_map,
-            depth=spec.threads,
+            depth=max(1, spec.threads),
             cache_bytes=spec.cache_bytes,
             direct=spec.direct,
             on_batch=self._trace_batch,
@@ -176,7 +176,7 @@ class EngramService:
 def _break_on_request(spec: EngramServiceSpec, read: ReadBlocks) -> ReadBlocks:
     if not spec.faults and not spec.latency:
         return read
-    return BrokenDisk(read, FaultPlan.parse(spec.faults), spec.latency, spec.threads)
+    return BrokenDisk(read, FaultPlan.parse(spec.faults), spec.latency, max(1, spec.threads))
 
 
 def _check_ring(ring: EngramRing, config: ModelConfig) -> None:
