@@ -115,7 +115,8 @@ class EngramService:
 
     def _on_request(self, sender: str, message: Message) -> None:
         if isinstance(message, EngramRequest):
-            self._newest[message.ticket % self._ring.blocks] = message.ticket
+            if message.ticket >= 0:
+                self._newest[message.ticket % self._ring.blocks] = message.ticket
             self._reading.submit(self._serve, sender, message)
 
     def _figures(self) -> dict[str, float]:
