@@ -1,0 +1,76 @@
+"""The residual highway: hc parallel streams, mixed before and after every sublayer.
+
+Each sublayer makes three mixes from the streams: `pre` collapses them for the NEXT sublayer,
+`post` and `comb` write the sublayer's output back. The model collapses one sublayer late.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from compute.weights import MixWeights
+
+
+class Mixes(NamedTuple):
+    """fp32 `pre` [T, hc], `post` [T, hc], `comb` [T, hc, hc] (from stream, to stream)."""
+
+    pre: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+
+def first_mix(tokens: int, hc: int, device: torch.device) -> torch.Tensor:
+    """fp32 [T, hc]: the collapse before the first sublayer takes stream 0."""
+    mix = torch.zeros(tokens, hc, device=device)
+    mix[:, 0] = 1
+    return mix
+
+
+def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """bf16 [T, D] = sum over streams of `pre` [T, hc] times bf16 `streams` [T, hc, D]."""
+    return (streams.float() * pre.unsqueeze(-1)).sum(1).to(torch.bfloat16)
+
+
+def mixes(
+    streams: torch.Tensor, weights: MixWeights, norm_eps: float, hc_eps: float, iterations: int
+) -> Mixes:
+    """The mixes a sublayer makes from bf16 `streams` [T, hc, D], in fp32."""
+    flat = streams.float().flatten(1)
+    inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(norm_eps))
+    raw = F.linear(flat, weights.fn).mul_(inverse)
+    return split_mixes(raw, weights.scale, weights.base, hc_eps, iterations)
+
+
+def split_mixes(
+    raw: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, eps: float, iterations: int
+) -> Mixes:
+    """Turn fp32 `raw` [T, (2 + hc) * hc] into mixes; `comb` is made doubly stochastic (Sinkhorn).
+
+    pre = sigmoid(. * scale0 + base) + eps, post = 2 sigmoid(. * scale1 + base), comb = softmax
+    over the target stream of (. * scale2 + base) plus eps, then columns normalized, then
+    `iterations` - 1 times rows and columns; every divisor is a sum plus eps.
+    """
+    hc = int((1 + raw.shape[-1]) ** 0.5) - 1
+    pre_raw, post_raw, comb_raw = raw.split((hc, hc, hc * hc), -1)
+    pre_base, post_base, comb_base = base.split((hc, hc, hc * hc))
+    pre = (pre_raw * scale[0] + pre_base).sigmoid_().add_(eps)
+    post = (post_raw * scale[1] + post_base).sigmoid_().mul_(2)
+    comb = (comb_raw * scale[2] + comb_base).view(-1, hc, hc).softmax(-1).add_(eps)
+    comb.div_(comb.sum(1, keepdim=True).add_(eps))
+    for _ in range(iterations - 1):
+        comb.div_(comb.sum(2, keepdim=True).add_(eps))
+        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+    return Mixes(pre, post, comb)
+
+
+def write_back(output: torch.Tensor, streams: torch.Tensor, by: Mixes) -> torch.Tensor:
+    """bf16 [T, hc, D]: stream j becomes post_j * output + sum_i comb_ij * stream_i, fp32 inside.
+
+    `output` bf16 [T, D], `streams` bf16 [T, hc, D].
+    """
+    carried = torch.bmm(by.comb.transpose(1, 2), streams.float())
+    carried.addcmul_(by.post.unsqueeze(-1), output.float().unsqueeze(1))
+    return carried.to(torch.bfloat16)

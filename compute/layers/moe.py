@@ -1,0 +1,107 @@
+"""The mixture of experts: the router, one expert's product, and the sum in a fixed order.
+
+Experts arrive in any order, so a pick's output waits in its place and the places are summed in
+ascending expert id: what was cached or read first never shows in a bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from compute.formats import dequantize_fp4_weight, round_trip_fp8
+from compute.layers.linear import linear, linear_fp8, product_dtype
+from compute.sources import ExpertBytes
+from compute.weights import GateWeights, SharedExpertWeights
+
+
+class Routing(NamedTuple):
+    """int64 `picks` [T, k], by biased score descending, and their fp32 `weights` [T, k]."""
+
+    picks: torch.Tensor
+    weights: torch.Tensor
+
+
+def gate_scores(x: torch.Tensor, gate: GateWeights) -> torch.Tensor:
+    """fp32 [T, E] = sqrt(softplus(gate x)) of bf16 `x` [T, D]."""
+    return F.softplus(F.linear(x.float(), gate.weight)).sqrt_()
+
+
+def route(x: torch.Tensor, gate: GateWeights, top_k: int, scale: float) -> Routing:
+    """Choose `top_k` experts by score plus bias and weigh them by their scores without it.
+
+    Weights are the scores at the picks, divided by (their sum + 1e-20), times `scale`.
+    """
+    scores = gate_scores(x, gate)
+    picks = (scores + gate.bias).topk(top_k, -1).indices
+    weights = scores.gather(1, picks)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
+    return Routing(picks, weights)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """fp32 silu(gate) * up of bf16 inputs; `up` clamped to +-limit, `gate` from above only."""
+    gate, up = gate.float(), up.float()
+    if limit > 0:
+        gate = gate.clamp_max(limit)
+        up = up.clamp(-limit, limit)
+    return F.silu(gate) * up
+
+
+def expert_product(
+    quantized: torch.Tensor, weight: torch.Tensor, expert: ExpertBytes, limit: float
+) -> torch.Tensor:
+    """bf16 [n, D] of one fp4 expert; the routing `weight` fp32 [n] multiplies before w2.
+
+    `quantized` bf16 [n, D] is already on the grid of `round_trip_fp8`: a token's picks share it.
+    """
+    dtype = product_dtype(quantized.device)
+
+    def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return linear(x, dequantize_fp4_weight(packed, scales).to(dtype))
+
+    gate = product(quantized, expert.w1, expert.w1_scale)
+    up = product(quantized, expert.w3, expert.w3_scale)
+    inner = (swiglu(gate, up, limit) * weight.unsqueeze(-1)).to(torch.bfloat16)
+    return product(round_trip_fp8(inner), expert.w2, expert.w2_scale)
+
+
+def shared_expert(x: torch.Tensor, weights: SharedExpertWeights, limit: float) -> torch.Tensor:
+    """bf16 [T, D] of the expert every token takes; no routing weight."""
+    gate, up = linear_fp8(x, weights.w1_w3).chunk(2, -1)
+    return linear_fp8(swiglu(gate, up, limit).to(torch.bfloat16), weights.w2)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    picks: list[list[int]],
+    arriving: Iterable[tuple[int, ExpertBytes]],
+    limit: float,
+) -> torch.Tensor:
+    """fp32 [T, D]: for each token its picks' outputs, added in ascending expert id.
+
+    `picks` is `routing.picks` on the host; `arriving` yields each expert in it once, in any order.
+    """
+    tokens_of: dict[int, list[int]] = {}
+    places_of: dict[int, list[int]] = {}
+    for token, chosen in enumerate(picks):
+        for place, expert in enumerate(sorted(chosen)):
+            tokens_of.setdefault(expert, []).append(token)
+            places_of.setdefault(expert, []).append(place)
+    order = routing.picks.argsort(-1)
+    weights = routing.weights.gather(1, order)
+    quantized = round_trip_fp8(x)
+    outputs = x.new_empty((*routing.picks.shape, x.shape[-1]))
+    for expert, held in arriving:
+        tokens = torch.tensor(tokens_of[expert], device=x.device)
+        places = torch.tensor(places_of[expert], device=x.device)
+        weight = weights[tokens, places]
+        outputs[tokens, places] = expert_product(quantized[tokens], weight, held, limit)
+    total = outputs[:, 0].float()
+    for place in range(1, outputs.shape[1]):
+        total += outputs[:, place]
+    return total
