@@ -1,0 +1,40 @@
+"""How long compute waits for another process, and when it asks again."""
+
+from __future__ import annotations
+
+import time
+
+# Asking again is harmless, so it is only a matter of not flooding a peer that is merely slow.
+REPEAT_S = 1.0
+# A waiting process wakes this often: waiting must not look like being dead, and must not keep
+# slots from being reclaimed.
+WAKE_S = 0.001
+
+
+class BoundedWait:
+    """One wait for one thing. It ends after `timeout` seconds; asks repeat at 1, 3, 7, … s."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._begin = time.monotonic()
+        self._pause = REPEAT_S
+        self._repeat_at = self._begin + self._pause
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._begin
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it has taken as long as it may."""
+        return self.seconds >= self._timeout
+
+    def time_to_repeat(self) -> bool:
+        """Whether to ask again now; the next time is twice as long away."""
+        now = time.monotonic()
+        if now < self._repeat_at:
+            return False
+        self._pause *= 2
+        self._repeat_at = now + self._pause
+        return True

@@ -1,0 +1,136 @@
+"""An arena slot as the tensors of one expert, where the computing device can read them.
+
+On CPU they are views of the shared memory itself. On CUDA a slot is copied to a staging buffer, and
+a slot may be rewritten once that copy is done, however long the products take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from compute.formats import GROUP
+from compute.sources import ExpertBytes
+from protocol.config import ModelConfig
+from protocol.layouts import PLACES, Arena
+
+# Field of ExpertBytes for each entry of PLACES.
+_FIELDS = tuple(name.replace(".weight", "").replace(".scale", "_scale") for name in PLACES)
+# cudaHostRegister fails on half a TiB in one call.
+_REGISTER_BYTES = 8 << 30
+_STAGING_BUFFERS = 4
+
+
+class SlotViews(Protocol):
+    """Opens slots one at a time; an item is readable until the next is opened."""
+
+    def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
+        """The expert in `slot`, its tensors at byte offsets `place` in the order of PLACES."""
+        ...
+
+    def idle(self) -> bool:
+        """Whether the device reads no slot any more, asked without waiting."""
+        ...
+
+    def wait_idle(self) -> None:
+        """Wait until the device reads no slot any more."""
+        ...
+
+
+def slot_views(arena: Arena, config: ModelConfig, device: torch.device) -> SlotViews:
+    """The way `device` reads `arena`."""
+    if device.type == "cuda":
+        return StagedSlots(arena, config, device)
+    return HostSlots(arena, config)
+
+
+class HostSlots:
+    """Views of the shared memory; the CPU has read them when the caller's products return."""
+
+    def __init__(self, arena: Arena, config: ModelConfig) -> None:
+        self._bytes = torch.from_numpy(arena.data).view(-1)
+        self._slot_bytes = arena.slot_bytes
+        self._shapes = _shapes(config)
+
+    def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
+        return _carve(self._bytes, slot * self._slot_bytes, place, self._shapes)
+
+    def idle(self) -> bool:
+        return True
+
+    def wait_idle(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+
+class StagedSlots:
+    """Copies on a stream of their own, so that the next expert comes while one is computed."""
+
+    def __init__(self, arena: Arena, config: ModelConfig, device: torch.device) -> None:
+        self.pinned = _register(arena)
+        self._slots = torch.from_numpy(arena.data)
+        self._shapes = _shapes(config)
+        self._device = device
+        self._buffers = torch.empty(
+            (_STAGING_BUFFERS, arena.slot_bytes), dtype=torch.uint8, device=device
+        )
+        self._copying = torch.cuda.Stream(device)
+        self._copied = torch.cuda.Event()
+        # After which the products that read a buffer are done.
+        self._read = [torch.cuda.Event() for _ in range(_STAGING_BUFFERS)]
+        self._current = 0
+
+    def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
+        computing = torch.cuda.current_stream(self._device)
+        # Opening the next item means that all products of the one before have been issued.
+        self._read[self._current].record(computing)
+        self._current = (self._current + 1) % _STAGING_BUFFERS
+        buffer = self._buffers[self._current]
+        self._copying.wait_event(self._read[self._current])
+        with torch.cuda.stream(self._copying):
+            buffer.copy_(self._slots[slot], non_blocking=True)
+            self._copied.record(self._copying)
+        computing.wait_event(self._copied)
+        return _carve(buffer, 0, place, self._shapes)
+
+    def idle(self) -> bool:
+        return bool(self._copied.query())
+
+    def wait_idle(self) -> None:
+        self._copied.synchronize()
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and bytes a row of each tensor of an expert, by PLACES name."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    sides = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    per_byte = {"weight": 2, "scale": GROUP}
+    shapes = {}
+    for name in PLACES:
+        matrix, part = name.split(".")
+        rows, columns = sides[matrix]
+        shapes[name] = (rows, columns // per_byte[part])
+    return shapes
+
+
+def _carve(
+    memory: torch.Tensor, base: int, place: Sequence[int], shapes: dict[str, tuple[int, int]]
+) -> ExpertBytes:
+    tensors = {
+        field: memory.as_strided(shape, (shape[1], 1), base + offset)
+        for field, shape, offset in zip(_FIELDS, shapes.values(), place, strict=True)
+    }
+    return ExpertBytes(**tensors)
+
+
+def _register(arena: Arena) -> bool:
+    """Have the device's copy engine reach the arena. False where the system refuses to lock it:
+    copies then take a detour through the driver's own buffers and stay right."""
+    runtime = torch.cuda.cudart()
+    begin = arena.data.ctypes.data
+    for offset in range(0, arena.data.nbytes, _REGISTER_BYTES):
+        size = min(_REGISTER_BYTES, arena.data.nbytes - offset)
+        if int(runtime.cudaHostRegister(begin + offset, size, 0)) != 0:
+            return False
+    return True
