@@ -55,6 +55,11 @@ class Rope:
         yarn = frequencies(dim, config.compress_rope_theta, config.rope_scaling)
         self._yarn = yarn.to(device)
 
+    @property
+    def device(self) -> torch.device:
+        """Where positions are and rotations come out."""
+        return self._plain.device
+
     def plain(self, positions: torch.Tensor) -> Rotation:
         """For int64 `positions` [T], without YaRN."""
         return rotation(positions, self._plain)

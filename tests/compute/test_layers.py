@@ -62,8 +62,8 @@ def test_rms_norm_holds_a_tiny_eps(index: int) -> None:
 @pytest.mark.parametrize("index", range(4))
 def test_mixes_are_doubly_stochastic_as_in_the_reference(index: int) -> None:
     golden, params = unit("hc_split_sinkhorn"), UNITS["hc_split_sinkhorn"]["params"][index]
-    parts = [golden[f"{index}.{name}"] for name in ("mixes", "scale", "base")]
-    got = hyper_connections.split_mixes(*parts, params["eps"], params["iters"])
+    raw_mixes, scale, base = (golden[f"{index}.{name}"] for name in ("mixes", "scale", "base"))
+    got = hyper_connections.split_mixes(raw_mixes, scale, base, params["eps"], params["iters"])
     for name, value in got._asdict().items():
         error = (value - golden[f"{index}.{name}"]).abs().max().item()
         assert error <= 4e-7, f"{name}: {error:.1e}"

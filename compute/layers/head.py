@@ -1,0 +1,19 @@
+"""The head: logits from the streams that leave the last layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from compute.layers.hyper_connections import collapse
+from compute.layers.norm import rms_norm
+
+
+def logits(
+    streams: torch.Tensor, pre: torch.Tensor, norm: torch.Tensor, head: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """fp32 [T, V] of bf16 `streams` [T, hc, D] and the last mix `pre` fp32 [T, hc].
+
+    There is no learned collapse: the mix that the last layer handed on is used. `head` fp32 [V, D].
+    """
+    return F.linear(rms_norm(collapse(streams, pre), norm, eps).float(), head)

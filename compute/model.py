@@ -1,0 +1,250 @@
+"""The text forward pass: any number of tokens at any start position, layer by layer.
+
+Owns the order of sublayers and what each asks of the expert and engram sources. Promises that the
+arithmetic depends on the tokens, the state and how they are cut into chunks alone, never on what
+was cached, predicted, or in which order experts arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from compute.layers import head, hyper_connections
+from compute.layers.attention import Attention, Chunk, Observer
+from compute.layers.engram import engram_add, engram_key_value, engram_rows
+from compute.layers.hyper_connections import Mixes, collapse, first_mix, write_back
+from compute.layers.moe import Routing, route, routed_experts, shared_expert
+from compute.layers.norm import rms_norm
+from compute.predictor import predict
+from compute.rope import Rope
+from compute.sequence import SequenceState
+from compute.sources import EngramSource, ExpertSource, NullTracer, Tracer
+from compute.weights import MixWeights, ModelWeights
+from protocol.config import ModelConfig
+from protocol.errors import UsageError
+
+
+class Model:
+    """A DeepSeek-V4.1 text model over dense `weights` and two sources of what does not fit.
+
+    `observe(name, layer, tensor)` is shown intermediate results under the names of the golden data
+    (tests/golden/data/README.md). `reference_index_keys` scores a filling group's query against the
+    index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
+    `predictions` is how many experts of the next layer are named for each token.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        experts: ExpertSource,
+        engram: EngramSource,
+        *,
+        tracer: Tracer | None = None,
+        observe: Observer | None = None,
+        reference_index_keys: bool = False,
+        predictions: int | None = None,
+    ) -> None:
+        self.config = config
+        self.device = weights.embed.device
+        self._weights = weights
+        self._experts = experts
+        self._engram = engram
+        self._tracer: Tracer = tracer or NullTracer()
+        self._observe = observe
+        self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
+        self._rope = Rope(config, self.device)
+        self._attention = [
+            Attention(
+                config,
+                layer,
+                of.attention,
+                self._rope,
+                reference_index_keys=reference_index_keys,
+                observe=observe,
+            )
+            for layer, of in enumerate(weights.layers)
+        ]
+        if self.device.type == "cuda":
+            # Products accumulate in fp32 throughout; by default torch may add partial sums in bf16.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def new_state(self) -> SequenceState:
+        """The state of a sequence without tokens."""
+        return SequenceState(self.config, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Sequence[int] | torch.Tensor,
+        state: SequenceState,
+        engram_ticket: int,
+        *,
+        want_all_logits: bool = False,
+    ) -> torch.Tensor:
+        """Run `tokens` [T] at positions state.length, ... and advance `state`.
+
+        `engram_ticket` comes from the engram source's `request` for these tokens; it is done with
+        when this returns or raises. Returns fp32 logits [V] of the last token, or [T, V]. Raises
+        UsageError for tokens that cannot be run (the state stays as it was), and ReadError or
+        StallError from the sources (the state is unusable until it is restored).
+        """
+        try:
+            ids = self._checked(tokens, state)
+            state.usable = False
+            streams, pre = self._run(ids, state, engram_ticket)
+            if not want_all_logits:
+                streams, pre = streams[-1:], pre[-1:]
+            logits = self.head(streams, pre)
+            state.length += len(ids)
+            state.usable = True
+        finally:
+            self._engram.done(engram_ticket)
+        return logits if want_all_logits else logits[0]
+
+    def _checked(self, tokens: Sequence[int] | torch.Tensor, state: SequenceState) -> torch.Tensor:
+        """`tokens` as int64 [T] on the CPU."""
+        if not state.usable:
+            raise UsageError("the sequence's last pass failed midway; start it again")
+        ids = torch.as_tensor(tokens, dtype=torch.int64, device="cpu").flatten()
+        if len(ids) == 0:
+            raise UsageError("no tokens to run; a prompt needs at least one")
+        bad = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+        if len(bad):
+            raise UsageError(
+                f"token id {int(bad[0])} is outside the vocabulary of {self.config.vocab_size}"
+            )
+        limit = self.config.max_position_embeddings
+        if state.length + len(ids) > limit:
+            raise UsageError(
+                f"{state.length + len(ids)} tokens are more than the model's limit of {limit}"
+            )
+        return ids
+
+    def _run(
+        self, ids: torch.Tensor, state: SequenceState, ticket: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.config
+        chunk = self.chunk(state.length, len(ids))
+        embedded = self._weights.embed[ids.to(self.device)]
+        streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
+        pre = first_mix(len(ids), config.hc_mult, self.device)
+        for layer in range(config.num_hidden_layers):
+            if layer in config.engram_layer_ids:
+                with self._tracer.span("engram", layer=layer):
+                    index = config.engram_layer_ids.index(layer)
+                    codes, scales = self._engram.rows(ticket, index)
+                    streams = self.add_engram(layer, streams, codes, scales)
+            streams, pre = self.block(layer, streams, pre, chunk, state)
+        return streams, pre
+
+    def chunk(self, start: int, count: int) -> Chunk:
+        """What the layers of a pass over `count` tokens at `start` share."""
+        return Chunk.at(start, count, self.config, self._rope)
+
+    def add_engram(
+        self, layer: int, streams: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """`streams` bf16 [T, hc, D] with the engram's gated value; rows as `EngramSource` gives."""
+        weights = self._weights.layers[layer].engram
+        assert weights is not None
+        rows = engram_rows(codes.to(self.device), scales.to(self.device))
+        key_value = engram_key_value(rows, weights)
+        self._show("engram_rows", layer, rows)
+        self._show("engram_kv", layer, key_value)
+        return engram_add(streams, key_value, weights, self.config.rms_norm_eps)
+
+    def block(
+        self,
+        layer: int,
+        streams: torch.Tensor,
+        pre: torch.Tensor,
+        chunk: Chunk,
+        state: SequenceState,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer: bf16 `streams` [T, hc, D] and mix `pre` fp32 [T, hc] to those of the next."""
+        weights, eps = self._weights.layers[layer], self.config.rms_norm_eps
+        self._show("stream_in", layer, streams)
+        with self._tracer.span("attention", layer=layer):
+            mixes = self._mixes(streams, weights.attention_mix)
+            x = rms_norm(collapse(streams, pre), weights.attention_norm, eps)
+            y = self.attention(layer, x, chunk, state)
+            streams = write_back(y, streams, mixes)
+        with self._tracer.span("routing", layer=layer):
+            ffn_mixes = self._mixes(streams, weights.ffn_mix)
+            x = rms_norm(collapse(streams, mixes.pre), weights.ffn_norm, eps)
+            routing, picks = self._route(layer, x)
+        with self._tracer.span("experts", layer=layer):
+            y = self._experts_product(layer, x, routing, picks)
+            streams = write_back(y, streams, ffn_mixes)
+        self._show("stream_out", layer, streams)
+        self._show("pre_mix", layer, ffn_mixes.pre)
+        return streams, ffn_mixes.pre
+
+    def attention(
+        self, layer: int, x: torch.Tensor, chunk: Chunk, state: SequenceState
+    ) -> torch.Tensor:
+        """bf16 [T, D] of normalized bf16 `x` [T, D]."""
+        y = self._attention[layer].forward(x, chunk, state)
+        self._show("attn_in", layer, x)
+        self._show("attn_out", layer, y)
+        return y
+
+    def experts(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """bf16 [T, D]: routed and shared experts of normalized bf16 `x` [T, D]."""
+        return self._experts_product(layer, x, *self._route(layer, x))
+
+    def head(self, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V]."""
+        eps = self.config.rms_norm_eps
+        return head.logits(streams, pre, self._weights.norm, self._weights.head, eps)
+
+    def _mixes(self, streams: torch.Tensor, weights: MixWeights) -> Mixes:
+        config = self.config
+        eps = (config.rms_norm_eps, config.hc_eps)
+        return hyper_connections.mixes(streams, weights, *eps, config.hc_sinkhorn_iters)
+
+    def _route(self, layer: int, x: torch.Tensor) -> tuple[Routing, list[list[int]]]:
+        """Choose `layer`'s experts and name the next layer's likely ones, in one read-back."""
+        config, layers = self.config, self._weights.layers
+        k = config.num_experts_per_tok
+        routing = route(x, layers[layer].gate, k, config.routed_scaling_factor)
+        self._show("gate_indices", layer, routing.picks)
+        self._show("gate_weights", layer, routing.weights)
+        parts = [routing.picks.flatten().double()]
+        following = layer + 1 if layer + 1 < len(layers) and self._predictions > 0 else None
+        if following is not None:
+            count = self._predictions * len(x)
+            parts += (part.double() for part in predict(x, layers[following].gate, k, count))
+        # One transfer, so one wait for the device a layer; expert ids are exact in float64.
+        values = torch.cat(parts).tolist()
+        flat = [int(value) for value in values[: len(x) * k]]
+        picks = [flat[i : i + k] for i in range(0, len(flat), k)]
+        rest = values[len(flat) :]
+        predicted = [int(value) for value in rest[: len(rest) // 2]]
+        margins = rest[len(rest) // 2 :]
+        self._experts.hint(layer, sorted(set(flat)), following, predicted, margins)
+        return routing, picks
+
+    def _experts_product(
+        self, layer: int, x: torch.Tensor, routing: Routing, picks: list[list[int]]
+    ) -> torch.Tensor:
+        limit = self.config.swiglu_limit
+        needed = sorted({expert for chosen in picks for expert in chosen})
+        try:
+            arriving = self._experts.fetch(layer, needed)
+            # The shared expert is computed while what is missing lands.
+            shared = shared_expert(x, self._weights.layers[layer].shared, limit)
+            routed = routed_experts(x, routing, picks, arriving, limit)
+        finally:
+            self._experts.release()
+        y = routed.add_(shared).to(torch.bfloat16)
+        self._show("ffn_in", layer, x)
+        self._show("ffn_out", layer, y)
+        return y
+
+    def _show(self, name: str, layer: int, tensor: torch.Tensor) -> None:
+        if self._observe is not None:
+            self._observe(name, layer, tensor)
