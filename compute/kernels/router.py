@@ -1,0 +1,65 @@
+"""The gate: from the shares of its logits to the picks of every token and their weights."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compute.kernels.launching import PDL
+from compute.kernels.norms import sum_of_splits
+from compute.kernels.numeric import release_next, softplus, wait_for_previous
+
+
+@triton.jit
+def _route(
+    logits, stride, bias, ids, weights, experts, inverse_temperature, scaling,
+    SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    release_next()
+    column = tl.arange(0, BLOCK)
+    inside = column < experts
+    b = tl.load(bias + column, mask=inside, other=0.0)
+    wait_for_previous()
+    token = tl.program_id(0)
+    x = sum_of_splits(logits + token * experts, column, inside, stride, SPLITS)
+    score = tl.sqrt_rn(softplus(x * inverse_temperature))
+    biased = tl.where(inside, score + b, float("-inf"))
+    slot = tl.arange(0, PADDED)
+    chosen = tl.full((PADDED,), 0x7FFFFFFF, tl.int32)
+    weight = tl.zeros((PADDED,), tl.float32)
+    for i in range(PICKS):
+        best = tl.argmax(biased, axis=0, tie_break_left=True)
+        at_best = column == best
+        chosen = tl.where(slot == i, best, chosen)
+        weight = tl.where(slot == i, tl.sum(tl.where(at_best, score, 0.0), axis=0), weight)
+        biased = tl.where(at_best, float("-inf"), biased)
+    weight = weight / (tl.sum(weight, axis=0) + 1e-20) * scaling
+    # The place of each pick among the ids in ascending order, in which outputs are added.
+    place = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)
+    tl.store(ids + token * PICKS + place, chosen, mask=slot < PICKS)
+    tl.store(weights + token * PICKS + place, weight, mask=slot < PICKS)
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    scaling: float,
+    temperature: float = 1.0,
+) -> None:
+    """Pick experts by sqrt(softplus(logits / temperature)) + bias, and weigh them by the score alone.
+
+    `logits` fp32 [S, T, E], the gate product's shares; `bias` fp32 [E]; `ids` int32 and `weights`
+    fp32 [T, k]: the k best, of equals the lowest id, in ascending id; weights divided by (their sum
+    + 1e-20) and times `scaling`.
+    """
+    splits, tokens, experts = logits.shape
+    picks = ids.shape[1]
+    _route[(tokens,)](
+        logits, logits.stride(0), bias, ids, weights, experts, 1.0 / temperature, scaling,
+        SPLITS=splits, PICKS=picks, PADDED=triton.next_power_of_2(picks),
+        BLOCK=triton.next_power_of_2(experts), num_warps=4, **PDL,
+    )  # fmt: skip
