@@ -81,7 +81,7 @@ class EngramServiceSpec(Message):
 @message(103)
 @dataclass(frozen=True, slots=True)
 class ComputeSpec(Message):
-    """`device` is a torch device. `chunk_tokens` bounds one prefill chunk, `max_context` the tokens
+    """`device` is a torch device or `auto`. `chunk_tokens` bounds one prefill chunk, `max_context` the tokens
     of a sequence. `predict` is how many experts of the next layer are published (0: none).
     `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own count
     (0: its default). `verify_slots` compares slot generations around every use."""

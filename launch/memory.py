@@ -1,0 +1,151 @@
+"""How much memory the machine gives, and how many expert slots fit into it.
+
+Owns the plan of the arena; allocates nothing. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.options import GIB, GroupOptions, format_size
+from protocol.config import ModelConfig
+from protocol.errors import ResourceError, UsageError
+from protocol.shards import DTYPE_BITS
+from protocol.tensor_table import expected_tensors
+
+# Left to the system, the processes themselves, KV and the page cache; more cache than that made
+# engines of this kind slower, since the system began to page.
+RESERVE = 2 * GIB
+# Of what remains, the share a cache takes when the user names none.
+DEFAULT_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`slots` of `slot_bytes`; `dense_bytes` is what compute loads; `all_experts` would be enough
+    for never reading twice."""
+
+    slots: int
+    slot_bytes: int
+    dense_bytes: int
+    all_experts: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.slots * self.slot_bytes
+
+
+def plan_memory(
+    config: ModelConfig, options: GroupOptions, slot_bytes: int, in_flight: int
+) -> MemoryPlan:
+    """Size the arena for `in_flight` experts being read beside one token's own.
+
+    Raises UsageError for fewer slots than that, ResourceError where memory does not suffice.
+    """
+    every = config.num_hidden_layers * config.n_routed_experts
+    least = minimum_slots(config, in_flight)
+    dense = dense_bytes(config)
+    available = available_memory()
+    if options.slots is not None:
+        slots, asked = options.slots, f"--slots {options.slots}"
+    elif options.cache_bytes is not None:
+        slots = options.cache_bytes // slot_bytes
+        asked = f"--cache {format_size(options.cache_bytes)} ({slots} slots)"
+    else:
+        room = (available - dense - RESERVE) * DEFAULT_SHARE
+        slots = max(least, min(math.floor(room / slot_bytes), every + in_flight))
+        asked = f"the smallest cache ({slots} slots)"
+    if slots < least:
+        raise UsageError(
+            f"{asked} is too small: one token needs {least} slots "
+            f"({format_size(least * slot_bytes)}); give at least --slots {least}"
+        )
+    plan = MemoryPlan(min(slots, every + in_flight), slot_bytes, dense, every)
+    if plan.arena_bytes + dense > available:
+        raise ResourceError(
+            f"{asked} with the dense weights needs {format_size(plan.arena_bytes + dense)}, "
+            f"{format_size(available)} of memory are available; ask for a smaller --cache"
+        )
+    _check_pin(options, plan)
+    return plan
+
+
+def minimum_slots(config: ModelConfig, in_flight: int) -> int:
+    """The fewest slots that can serve a token: its experts and what is in flight."""
+    return config.num_hidden_layers * config.num_experts_per_tok + in_flight
+
+
+def dense_bytes(config: ModelConfig) -> int:
+    """Bytes of every backbone tensor that is neither a routed expert nor an engram table."""
+    return sum(
+        math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+        for name, spec in expected_tensors(config).items()
+        if ".experts." not in name and ".engram.embed." not in name and not name.startswith("mtp.")
+    )
+
+
+def available_memory() -> int:
+    """What this process group may still take: the machine's, or its control group's if less."""
+    available = _meminfo("MemAvailable")
+    for limit, used in _cgroup_limits():
+        available = min(available, limit - used)
+    return max(0, available)
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise ResourceError(f"/proc/meminfo has no {key}; Headrace needs Linux 3.14 or later")
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, in use) of every control group above this process that has a limit."""
+    found = []
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        version_2 = controllers == ""
+        if not version_2 and "memory" not in controllers.split(","):
+            continue
+        top = root if version_2 else root / "memory"
+        names = (
+            ("memory.max", "memory.current")
+            if version_2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        group = top / inside.lstrip("/")
+        for directory in (group, *group.parents):
+            if not directory.is_relative_to(top):
+                break
+            limit, used = (_number(directory / name) for name in names)
+            if limit is not None and used is not None:
+                found.append((limit, used))
+    return found
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None  # absent, or the word "max"
+
+
+def _check_pin(options: GroupOptions, plan: MemoryPlan) -> None:
+    if options.pin != "on":
+        return
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and plan.arena_bytes > soft:
+        raise ResourceError(
+            f"--pin on needs {format_size(plan.arena_bytes)} of locked memory, RLIMIT_MEMLOCK "
+            f"allows {format_size(soft)}; raise it (ulimit -l unlimited) or use --pin off"
+        )

@@ -1,0 +1,131 @@
+"""The group's children: started together, watched by pidfd, readers replaced, all ended together.
+
+Owns who lives. Promises: any death is noticed at once; a reader that was killed is replaced under
+the next incarnation, at most `READER_RESTARTS` times in `RESTART_WINDOW_S`; any other death fails
+the group with one line; after `stop` no child is left, at most `STOP_S` later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+
+from launch.child import Child, spawn_child
+from launch.memory import available_memory
+from launch.options import format_size
+from protocol.errors import HeadraceError, ProcessDied
+from protocol.wire import Message
+
+READER_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+# A child told to stop gets half of the two seconds in which everything has to be over.
+STOP_S = 1.0
+
+# module, spec, inherited descriptors
+Launch = tuple[str, Message, tuple[int, ...]]
+
+
+def reader_name(reader: int) -> str:
+    """The process name of reader number `reader`."""
+    return f"reader-{reader}"
+
+
+class Processes:
+    """The children by name. `describe_reader(reader, incarnation)` says how to start a reader;
+    `on_death(error)` is called once, for the first death that ends the group."""
+
+    def __init__(
+        self,
+        describe_reader: Callable[[int, int], Launch],
+        on_death: Callable[[HeadraceError], None],
+        on_line: Callable[[str, str], None],
+    ) -> None:
+        self._describe_reader = describe_reader
+        self._on_death = on_death
+        self._on_line = on_line
+        self._children: dict[str, Child] = {}
+        self._restarts: deque[float] = deque()
+        self._stopping = False
+        self.readers_replaced = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that live."""
+        return list(self._children)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: child.pid for name, child in self._children.items()}
+
+    def start(self, name: str, launch: Launch, incarnation: int = 0) -> None:
+        """Start one child and watch it."""
+        module, spec, descriptors = launch
+        child = spawn_child(
+            module, spec, descriptors, name, incarnation=incarnation, on_line=self._on_line
+        )
+        self._children[name] = child
+        asyncio.get_running_loop().add_reader(child.pidfd, self._on_exit, child)
+
+    def start_reader(self, reader: int, incarnation: int = 0) -> None:
+        """Start reader number `reader`."""
+        launch = self._describe_reader(reader, incarnation)
+        self.start(reader_name(reader), launch, incarnation)
+
+    def kill_reader(self, reader: int, incarnation: int) -> None:
+        """End a stuck reader; its death then replaces it. An older incarnation is gone already."""
+        child = self._children.get(reader_name(reader))
+        if child is not None and child.incarnation == incarnation:
+            child.kill()
+
+    async def stop(self) -> None:
+        """Wait for children that were told to stop, then end the rest. Safe to call twice."""
+        self._stopping = True
+        deadline = time.monotonic() + STOP_S
+        while self._children and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for child in self._children.values():
+            child.kill()
+        while self._children:
+            await asyncio.sleep(0.005)
+
+    def _on_exit(self, child: Child) -> None:
+        asyncio.get_running_loop().remove_reader(child.pidfd)
+        code = child.reap()
+        del self._children[child.name]
+        if self._stopping:
+            return
+        if child.name.startswith("reader-") and code < 0 and self._may_restart():
+            self.readers_replaced += 1
+            self._on_line(child.name, f"{_how(code)}; replaced")
+            self.start_reader(int(child.name.removeprefix("reader-")), child.incarnation + 1)
+            return
+        self._stopping = True
+        self._on_death(death_error(child, code))
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        self._restarts.append(now)
+        return len(self._restarts) <= READER_RESTARTS
+
+
+def death_error(child: Child, code: int) -> HeadraceError:
+    """Why the group ends when `child` did: its own words where it had an error of its own."""
+    words = child.last_words()
+    if code > 1 and words:
+        error = HeadraceError(words)
+        error.exit_code = code
+        return error
+    reason = f": {words}" if words else ""
+    if code == -signal.SIGKILL:
+        free = format_size(available_memory())
+        reason = f" (probably out of memory: {free} are free now; ask for a smaller --cache)"
+    return ProcessDied(f"{child.name} ended: {_how(code)}{reason}")
+
+
+def _how(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,166 @@
+"""Who gets which memory, socket and option: the start message of every child.
+
+Owns the shared regions and the translation of `GroupOptions` into specs; starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from launch.memory import MemoryPlan
+from launch.options import GroupOptions
+from launch.processes import Launch, reader_name
+from launch.runtime_directory import RuntimeDirectory
+from protocol.config import ModelConfig
+from protocol.layouts import Arena, Directory, EngramRing, Progress
+from protocol.specs import ComputeSpec, EngramServiceSpec, ExpertServiceSpec, ReaderSpec
+
+# One block for the chunk being computed and one for the chunk asked for ahead of it.
+RING_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """The group's shared memory; the supervisor allocates it and writes none of it."""
+
+    arena: Arena
+    directory: Directory
+    progress: Progress
+    ring: EngramRing
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, options: GroupOptions, plan: MemoryPlan) -> Self:
+        """Raises ResourceError where memory does not suffice."""
+        return cls(
+            Arena.create(slots=plan.slots, slot_bytes=plan.slot_bytes),
+            Directory.create(
+                layers=config.num_hidden_layers,
+                experts=config.n_routed_experts,
+                slots=plan.slots,
+            ),
+            Progress.create(words_count=Progress.COUNT),
+            EngramRing.create(
+                blocks=RING_BLOCKS,
+                layers=len(config.engram_layer_ids),
+                block_tokens=options.chunk_tokens,
+                rows=config.engram_rows_per_token,
+                head_dim=config.engram_head_dim,
+            ),
+        )
+
+    def close(self) -> None:
+        """Drop this process's hold on all of it."""
+        for region in (self.arena, self.directory, self.progress, self.ring):
+            region.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Start messages for one group. `files` are the shards in the order that read orders count."""
+
+    config: ModelConfig
+    options: GroupOptions
+    runtime: RuntimeDirectory
+    regions: Regions
+    files: Sequence[Path]
+
+    def reader(self, reader: int, incarnation: int) -> Launch:
+        """How to start a reader."""
+        options, endpoints = self.options, self.runtime.endpoints
+        spec = ReaderSpec(
+            reader=reader,
+            incarnation=incarnation,
+            readers=options.readers,
+            control=endpoints.control,
+            orders=endpoints.readers,
+            files=[str(path) for path in self.files],
+            arena_fd=self.regions.arena.fd,
+            direct=options.direct,
+            bandwidth=options.disk_bandwidth,
+            latency=options.disk_latency,
+            # A fault that ends a reader would end its replacement too.
+            faults=options.reader_faults if incarnation == 0 else "",
+            trace=self._trace(reader_name(reader)),
+        )
+        return "expert_io.reader", spec, (self.regions.arena.fd,)
+
+    def services(self) -> dict[str, Launch]:
+        """How to start everyone else, by process name."""
+        return {
+            "experts": self._experts(),
+            "engram": self._engram(),
+            "compute": self._compute(),
+        }
+
+    def _experts(self) -> Launch:
+        options, regions, endpoints = self.options, self.regions, self.runtime.endpoints
+        descriptors = (regions.arena.fd, regions.directory.fd, regions.progress.fd)
+        spec = ExpertServiceSpec(
+            control=endpoints.control,
+            experts=endpoints.experts,
+            readers_endpoint=endpoints.readers,
+            checkpoint=str(options.checkpoint),
+            readers=options.readers,
+            arena_fd=regions.arena.fd,
+            directory_fd=regions.directory.fd,
+            progress_fd=regions.progress.fd,
+            piece_bytes=options.piece_bytes,
+            predicted_in_flight=options.predicted_in_flight if options.predict else 0,
+            reserve=self.config.num_experts_per_tok,
+            order_timeout=options.order_timeout,
+            policy=options.policy,
+            seed=options.seed,
+            warm_experts=[],
+            trace=self._trace("experts"),
+        )
+        return "expert_io.service", spec, descriptors
+
+    def _engram(self) -> Launch:
+        options, ring = self.options, self.regions.ring
+        spec = EngramServiceSpec(
+            control=self.runtime.endpoints.control,
+            engram=self.runtime.endpoints.engram,
+            checkpoint=str(options.checkpoint),
+            ring_fd=ring.fd,
+            threads=options.engram_reads,
+            cache_bytes=options.engram_cache_bytes,
+            direct=options.direct,
+            latency=options.disk_latency,
+            faults=options.engram_faults,
+            trace=self._trace("engram"),
+        )
+        return "engram_io.service", spec, (ring.fd,)
+
+    def _compute(self) -> Launch:
+        options, regions, endpoints = self.options, self.regions, self.runtime.endpoints
+        descriptors = (
+            regions.arena.fd,
+            regions.directory.fd,
+            regions.progress.fd,
+            regions.ring.fd,
+        )
+        spec = ComputeSpec(
+            control=endpoints.control,
+            experts=endpoints.experts,
+            engram=endpoints.engram,
+            checkpoint=str(options.checkpoint),
+            device=options.device,
+            arena_fd=regions.arena.fd,
+            directory_fd=regions.directory.fd,
+            progress_fd=regions.progress.fd,
+            ring_fd=regions.ring.fd,
+            chunk_tokens=options.chunk_tokens,
+            max_context=min(options.max_context, self.config.max_position_embeddings),
+            predict=options.predict,
+            stall_timeout=options.stall_timeout,
+            threads=options.threads,
+            verify_slots=options.verify_slots,
+            trace=self._trace("compute"),
+        )
+        return "compute.process", spec, descriptors
+
+    def _trace(self, name: str) -> str:
+        return str(self.runtime.path / f"trace-0-{name}.jsonl") if self.options.trace else ""
