@@ -7,6 +7,8 @@ the model defines, on any device. Formulas: `act_quant` and `fp4_act_quant` of D
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 GROUP = 32  # columns that share one scale: fp8 activations, fp4 weights, engram rows, index vectors
@@ -19,13 +21,15 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGNED_E2M1 = (*_E2M1, *(-value for value in _E2M1))
 
 
+@cache
+def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`value` as a tensor without dimensions: torch would convert a Python number on each use."""
+    return torch.tensor(value, dtype=dtype)
+
+
 def decode_e8m0(scale_bytes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(byte - 127) of uint8 `scale_bytes`; byte 0 is the subnormal 2^-127, 255 is NaN."""
-    exponent = scale_bytes.to(torch.int32)
-    bits = exponent << 23
-    bits = torch.where(exponent == 0, 1 << 22, bits)
-    bits = torch.where(exponent == NAN_SCALE, 0x7FC00000, bits)
-    return bits.view(torch.float32)
+    return scale_bytes.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
@@ -33,22 +37,18 @@ def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def _byte_table() -> torch.Tensor:
-    """For each byte of two e2m1 codes its two fp32 values (low nibble first) as one int64."""
+@cache
+def _byte_table(device: torch.device) -> torch.Tensor:
+    """For each byte of two e2m1 codes its two fp32 values, low nibble first, in 8 bytes."""
     pairs = [(_SIGNED_E2M1[byte & 15], _SIGNED_E2M1[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=torch.float32).view(torch.int64).flatten()
-
-
-_BYTE_TABLES: dict[torch.device, torch.Tensor] = {}
+    return torch.tensor(pairs).view(torch.float64).flatten().to(device)
 
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 2n] of uint8 `packed` [..., n]; the low nibble is the even column."""
-    table = _BYTE_TABLES.get(packed.device)
-    if table is None:
-        table = _BYTE_TABLES[packed.device] = _byte_table().to(packed.device)
-    # One gather of 8 bytes a packed byte: a table of pairs, so no interleaving pass follows.
-    return table[packed.to(torch.int32)].view(torch.float32)
+    # One selection of 8 bytes a packed byte: a table of pairs, so no interleaving pass follows.
+    pairs = _byte_table(packed.device).index_select(0, packed.to(torch.int32).flatten())
+    return pairs.view(packed.shape).view(torch.float32)
 
 
 def dequantize_fp8_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -78,16 +78,16 @@ def act_quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     groups = _grouped(x.float(), GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min_(1e-4)
-    scale = _power_of_two_above(amax.mul_(1 / E4M3_MAX))
+    scale = _power_of_two_above(amax.mul_(scalar(1 / E4M3_MAX)))
     codes = (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes.flatten(-2), scale.squeeze(-1)
 
 
-def round_trip_fp8(x: torch.Tensor) -> torch.Tensor:
-    """bf16 `x` [..., K] quantized by `act_quant` and dequantized again (exact in bf16)."""
+def round_trip_fp8(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """bf16 `x` [..., K] quantized by `act_quant` and dequantized again, exact in bf16 and fp32."""
     codes, scale = act_quant(x)
     groups = _grouped(codes.float(), GROUP)
-    return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(torch.bfloat16)
+    return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def round_trip_fp4_index(x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def round_trip_fp4_index(x: torch.Tensor) -> torch.Tensor:
     """
     groups = _grouped(x.float(), GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min_(E2M1_MAX * 2.0**-126)
-    scale = _power_of_two_above(amax.mul_(1 / E2M1_MAX))
+    scale = _power_of_two_above(amax.mul_(scalar(1 / E2M1_MAX)))
     return _round_e2m1(groups, scale).flatten(-2).to(torch.bfloat16)
 
 
@@ -119,7 +119,8 @@ def _grouped(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def _power_of_two_above(x: torch.Tensor) -> torch.Tensor:
     """2^ceil(log2 x) of normal positive fp32 `x`, exactly: a carry out of the mantissa bits."""
-    return ((x.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    bits = x.view(torch.int32) + scalar(0x007FFFFF, torch.int32)
+    return bits.bitwise_and_(scalar(0x7F800000, torch.int32)).view(torch.float32)
 
 
 def _round_e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -78,12 +78,9 @@ def rotation(positions: torch.Tensor, frequency: torch.Tensor) -> Rotation:
 def rotate_tail(x: torch.Tensor, by: Rotation, *, inverse: bool = False) -> torch.Tensor:
     """bf16 `x` [T, ..., D] with the last 2 * len(cos) columns rotated, pair by adjacent pair."""
     half = by.cos.shape[-1]
-    between = [1] * (x.dim() - 2)
-    cos = by.cos.view(-1, *between, half)
-    sin = by.sin.view(-1, *between, half)
-    if inverse:
-        sin = -sin
-    kept = x.shape[-1] - 2 * half
-    even, odd = x[..., kept::2].float(), x[..., kept + 1 :: 2].float()
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return torch.cat((x[..., :kept], turned.flatten(-2).to(x.dtype)), dim=-1)
+    turn = torch.complex(by.cos, -by.sin if inverse else by.sin)
+    turn = turn.view(-1, *[1] * (x.dim() - 2), half)
+    kept, tail = x.split((x.shape[-1] - 2 * half, 2 * half), -1)
+    pairs = torch.view_as_complex(tail.float().view(*tail.shape[:-1], half, 2))
+    turned = torch.view_as_real(pairs * turn).flatten(-2)
+    return torch.cat((kept, turned.to(x.dtype)), dim=-1)

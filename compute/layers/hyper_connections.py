@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from compute.formats import scalar
 from compute.weights import MixWeights
 
 
@@ -39,7 +40,7 @@ def mixes(
 ) -> Mixes:
     """The mixes a sublayer makes from bf16 `streams` [T, hc, D], in fp32."""
     flat = streams.float().flatten(1)
-    inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(norm_eps))
+    inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(scalar(norm_eps)))
     raw = F.linear(flat, weights.fn).mul_(inverse)
     return split_mixes(raw, weights.scale, weights.base, hc_eps, iterations)
 
@@ -59,10 +60,14 @@ def split_mixes(
     pre = (pre_raw * scale[0] + pre_base).sigmoid_().add_(eps)
     post = (post_raw * scale[1] + post_base).sigmoid_().mul_(2)
     comb = (comb_raw * scale[2] + comb_base).view(-1, hc, hc).softmax(-1).add_(eps)
-    comb.div_(comb.sum(1, keepdim=True).add_(eps))
+    # A product with ones that starts from eps is a sum plus eps in one operation, not two.
+    start, ones = comb.new_full((1, 1, 1), eps), comb.new_ones(len(comb), 1, hc)
+    column_start, row_start = start.expand(len(comb), 1, hc), start.expand(len(comb), hc, 1)
+    ones_below = ones.view(len(comb), hc, 1)
+    comb.div_(torch.baddbmm(column_start, ones, comb))
     for _ in range(iterations - 1):
-        comb.div_(comb.sum(2, keepdim=True).add_(eps))
-        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+        comb.div_(torch.baddbmm(row_start, comb, ones_below))
+        comb.div_(torch.baddbmm(column_start, ones, comb))
     return Mixes(pre, post, comb)
 
 

@@ -32,7 +32,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 def linear_fp8(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     """bf16 [..., N] = bf16 `x` [..., K], quantized in groups of 32, times an fp8 weight."""
-    return linear(round_trip_fp8(x), weight.values)
+    return linear(round_trip_fp8(x, weight.values.dtype), weight.values)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

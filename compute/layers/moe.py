@@ -56,9 +56,9 @@ def expert_product(
 ) -> torch.Tensor:
     """bf16 [n, D] of one fp4 expert; the routing `weight` fp32 [n] multiplies before w2.
 
-    `quantized` bf16 [n, D] is already on the grid of `round_trip_fp8`: a token's picks share it.
+    `quantized` [n, D] is on the grid of `round_trip_fp8` already: a token's picks share it.
     """
-    dtype = product_dtype(quantized.device)
+    dtype = quantized.dtype
 
     def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return linear(x, dequantize_fp4_weight(packed, scales).to(dtype))
@@ -66,7 +66,7 @@ def expert_product(
     gate = product(quantized, expert.w1, expert.w1_scale)
     up = product(quantized, expert.w3, expert.w3_scale)
     inner = (swiglu(gate, up, limit) * weight.unsqueeze(-1)).to(torch.bfloat16)
-    return product(round_trip_fp8(inner), expert.w2, expert.w2_scale)
+    return product(round_trip_fp8(inner, dtype), expert.w2, expert.w2_scale)
 
 
 def shared_expert(x: torch.Tensor, weights: SharedExpertWeights, limit: float) -> torch.Tensor:
@@ -86,22 +86,23 @@ def routed_experts(
 
     `picks` is `routing.picks` on the host; `arriving` yields each expert in it once, in any order.
     """
+    count, k = routing.picks.shape
     tokens_of: dict[int, list[int]] = {}
     places_of: dict[int, list[int]] = {}
     for token, chosen in enumerate(picks):
         for place, expert in enumerate(sorted(chosen)):
             tokens_of.setdefault(expert, []).append(token)
-            places_of.setdefault(expert, []).append(place)
-    order = routing.picks.argsort(-1)
-    weights = routing.weights.gather(1, order)
-    quantized = round_trip_fp8(x)
-    outputs = x.new_empty((*routing.picks.shape, x.shape[-1]))
+            places_of.setdefault(expert, []).append(token * k + place)
+    weights = routing.weights.gather(1, routing.picks.argsort(-1)).flatten()
+    quantized = round_trip_fp8(x, product_dtype(x.device))
+    outputs = x.new_empty(count * k, x.shape[1])
     for expert, held in arriving:
         tokens = torch.tensor(tokens_of[expert], device=x.device)
         places = torch.tensor(places_of[expert], device=x.device)
-        weight = weights[tokens, places]
-        outputs[tokens, places] = expert_product(quantized[tokens], weight, held, limit)
-    total = outputs[:, 0].float()
-    for place in range(1, outputs.shape[1]):
-        total += outputs[:, place]
+        rows, weight = quantized.index_select(0, tokens), weights.index_select(0, places)
+        outputs.index_copy_(0, places, expert_product(rows, weight, held, limit))
+    by_token = outputs.view(count, k, -1)
+    total = by_token[:, 0].float()
+    for place in range(1, k):
+        total += by_token[:, place]
     return total
