@@ -1,0 +1,182 @@
+"""A reader process: takes one read order at a time and preadvs it straight into the arena.
+
+Promises: writes only where an order says, between its arrival and its answer; every order is
+answered; a NaN among the scales fails the read, since it would poison every later token. Started by
+the supervisor as `python -m expert_io.reader PIPE PARENT_PID`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+
+from expert_io.disk import ShardFiles
+from protocol.errors import HeadraceError, ReadError
+from protocol.faults import Fault, FaultPlan
+from protocol.layouts import Arena
+from protocol.lifecycle import run_child
+from protocol.messages import (
+    LANE_NAMES,
+    Hello,
+    ReadDone,
+    ReaderHello,
+    ReadFailed,
+    ReadOrder,
+    Ready,
+    StatsReply,
+    StatsRequest,
+    Stop,
+    TraceStart,
+    TraceStop,
+    TraceStopped,
+)
+from protocol.specs import ReaderSpec
+from protocol.trace import Tracer
+from protocol.transport import Channel
+from protocol.wire import Message
+
+NAN_SCALE = 255
+WAIT_S = 3600.0
+
+
+class Reader:
+    """Owns the slot of the order at hand, from its arrival to its answer."""
+
+    def __init__(self, spec: ReaderSpec, control: Channel, orders: Channel) -> None:
+        self._spec = spec
+        self._name = f"reader-{spec.reader}"
+        self._control = control
+        self._orders = orders
+        self._tracer = Tracer(self._name, spec.trace)
+        self._faults = FaultPlan.parse(spec.faults, seed=spec.reader)
+        self._struck: list[Fault] = []
+        self._files = ShardFiles(spec.files, spec.direct, self._preadv)
+        self._arena = Arena.attach(spec.arena_fd)
+        self._memory = memoryview(self._arena.data).cast("B")
+        self._bytes = 0.0
+        self._reads = 0.0
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        poller = zmq.Poller()
+        self._control.register(poller)
+        self._orders.register(poller)
+        way = "O_DIRECT" if self._files.direct else "buffered, page cache dropped"
+        self._control.send(Ready(self._name, {"expert reads": way}))
+        self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
+        while True:
+            poller.poll(WAIT_S * 1000)
+            for _, message in self._orders.drain():
+                if isinstance(message, ReadOrder):
+                    self._serve(message)
+            for _, message in self._control.drain():
+                if isinstance(message, Stop):
+                    self._tracer.stop()
+                    return
+                self._answer_control(message)
+
+    def _answer_control(self, message: Message) -> None:
+        match message:
+            case StatsRequest(request):
+                figures = {
+                    "reads": self._reads,
+                    "read_bytes": self._bytes,
+                    "malformed_messages": float(self._control.malformed + self._orders.malformed),
+                }
+                self._control.send(StatsReply(request, self._name, figures))
+            case TraceStart(path):
+                self._tracer.start(path)
+            case TraceStop():
+                self._tracer.stop()
+                self._control.send(TraceStopped(self._name))
+
+    def _serve(self, order: ReadOrder) -> None:
+        begin = time.monotonic_ns()
+        who = (self._spec.reader, self._spec.incarnation, order.order)
+        try:
+            self._read(order)
+        except HeadraceError as error:
+            self._orders.send(ReadFailed(*who, str(error)))
+            return
+        finally:
+            end = time.monotonic_ns()
+            self._tracer.complete(
+                f"read {LANE_NAMES[order.lane]}" if 0 <= order.lane < 3 else "read",
+                begin,
+                end,
+                layer=order.layer,
+                expert=order.expert,
+                bytes=order.needed,
+            )
+        self._reads += 1
+        self._bytes += order.needed
+        self._orders.send(ReadDone(*who, (end - begin) / 1e9))
+
+    def _read(self, order: ReadOrder) -> None:
+        end = order.arena_offset + order.length
+        if not (
+            0 <= order.arena_offset < end <= len(self._memory)
+            and 0 <= order.file < len(self._spec.files)
+            and order.offset >= 0
+            and all(order.arena_offset <= at <= end for at in order.scales)
+        ):
+            raise ReadError(f"read order {order.order} points outside the arena or the files")
+        self._struck = self._faults.strike(order.layer, order.expert)
+        self._slow_down(order)
+        memory = self._memory[order.arena_offset : end]
+        self._files.read(order.file, order.offset, order.needed, memory)
+        self._check_scales(order)
+
+    def _check_scales(self, order: ReadOrder) -> None:
+        flat = self._arena.data.reshape(-1)
+        for begin, end in zip(order.scales[::2], order.scales[1::2], strict=True):
+            if begin < end and np.max(flat[begin:end]) == NAN_SCALE:
+                raise ReadError(
+                    f"{self._spec.files[order.file]}: layer {order.layer} expert {order.expert} "
+                    "has a scale that is not a number (byte 255); fetch the file again"
+                )
+
+    # --- breaking it on purpose -------------------------------------------------------------------
+
+    def _preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """os.preadv, or what a fault makes of it."""
+        for fault in self._struck:
+            if fault.action == "eio":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if fault.action == "short":
+                return 0
+        return os.preadv(descriptor, buffers, offset)
+
+    def _slow_down(self, order: ReadOrder) -> None:
+        """The emulated disk's time, and delays, deaths and hangs asked for by a fault plan."""
+        spec = self._spec
+        seconds = spec.latency
+        if spec.bandwidth:
+            seconds += order.length * spec.readers / spec.bandwidth
+        for fault in self._struck:
+            if fault.action == "die":
+                os.abort()
+            seconds += WAIT_S if fault.action == "hang" else 0.0
+            seconds += self._faults.delay(fault) if fault.action == "delay" else 0.0
+        if seconds:
+            time.sleep(seconds)
+
+
+def serve(spec: ReaderSpec) -> None:
+    """The process's whole life."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    name = f"reader-{spec.reader}"
+    accepts = (Stop, StatsRequest, TraceStart, TraceStop)
+    control = Channel.connect(context, spec.control, name, accepts)
+    orders = Channel.connect(context, spec.orders, name, (ReadOrder,))
+    control.send(Hello(name, os.getpid(), spec.incarnation))
+    Reader(spec, control, orders).run()
+
+
+if __name__ == "__main__":
+    run_child(ReaderSpec, serve)

@@ -1,0 +1,270 @@
+"""The expert service: answers compute's demands and hints, gives readers their orders.
+
+Wires `Residency` to three sockets (compute, readers, supervisor) and decides nothing itself. A
+malformed or senseless message is counted and dropped. Started by the supervisor as
+`python -m expert_io.service PIPE PARENT_PID`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import uvloop
+import zmq
+
+from expert_io.policy import make_policy
+from expert_io.residency import Outcome, Residency
+from expert_io.slices import SliceMap
+from protocol import counters
+from protocol.config import ModelConfig
+from protocol.errors import HeadraceError
+from protocol.layouts import Arena, Directory, Progress
+from protocol.lifecycle import run_child
+from protocol.messages import (
+    Demand,
+    DemandFailed,
+    Hello,
+    Hint,
+    Landed,
+    Loading,
+    ReadDone,
+    ReaderHello,
+    ReaderStuck,
+    ReadFailed,
+    ReadOrder,
+    Ready,
+    StatsReply,
+    StatsRequest,
+    Stop,
+    TraceStart,
+    TraceStop,
+    TraceStopped,
+)
+from protocol.shards import Shards
+from protocol.specs import ExpertServiceSpec
+from protocol.trace import Tracer
+from protocol.transport import Channel
+from protocol.wire import Message
+
+NAME = "experts"
+COMPUTE = "compute"
+# Compute's progress sends no message: while a read waits for it, look this often.
+PROGRESS_LOOK_S = 0.0005
+WATCH_S = 0.25
+
+
+class ExpertService:
+    """One event loop's worth of wiring; every decision is `self.residency`'s."""
+
+    def __init__(self, spec: ExpertServiceSpec, control: Channel) -> None:
+        """Reads the shard headers; raises HeadraceError."""
+        self._spec = spec
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._tracer = Tracer(NAME, spec.trace)
+        control.send(Loading(NAME, "expert slice map", 0.0))
+        directory = Path(spec.checkpoint)
+        self._config = ModelConfig.load(directory)
+        slices = SliceMap.build(
+            self._config, Shards.open(directory, self._config), spec.piece_bytes
+        )
+        arena, progress = Arena.attach(spec.arena_fd), Progress.attach(spec.progress_fd)
+        shared = Directory.attach(spec.directory_fd)
+        self._slot_bytes = arena.slot_bytes
+        _check_geometry(self._config, slices, arena, shared)
+        self.residency = Residency(
+            slices,
+            shared,
+            progress,
+            make_policy(spec.policy, spec.seed),
+            reserve=spec.reserve,
+            predicted_in_flight=spec.predicted_in_flight,
+        )
+        self.residency.warm([(key >> 16, key & 0xFFFF) for key in spec.warm_experts])
+        self._idle: list[int] = []
+        self._incarnations: dict[int, int] = {}
+        self._stuck: set[int] = set()
+        self._read_seconds = 0.0
+        self._rejected = 0
+        self._looking = False
+        self._stop = asyncio.Event()
+
+    async def run(self, compute: Channel, readers: Channel) -> None:
+        """Serve until told to stop."""
+        self._compute, self._readers = compute, readers
+        self._control.attach(self._loop, self._on_control)
+        compute.attach(self._loop, self._on_compute)
+        readers.attach(self._loop, self._on_reader)
+        while not self._stop.is_set():
+            self._watch_readers()
+            try:
+                await asyncio.wait_for(self._stop.wait(), WATCH_S)
+            except TimeoutError:
+                continue
+        self._tracer.stop()
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _on_control(self, _sender: str, message: Message) -> None:
+        match message:
+            case Stop():
+                self._stop.set()
+            case StatsRequest(request):
+                self._control.send(StatsReply(request, NAME, self._figures()))
+            case TraceStart(path):
+                self._tracer.start(path)
+            case TraceStop():
+                self._tracer.stop()
+                self._control.send(TraceStopped(NAME))
+
+    def _on_compute(self, sender: str, message: Message) -> None:
+        match message:
+            case Demand(demand, layer, experts) if self._known(layer, experts):
+                landed = self.residency.demand(demand, layer, experts)
+                if landed:
+                    self._compute.send(Landed(demand, landed), to=sender)
+            case Hint(step, layer, picks, ahead, predicted, _) if self._known(layer, picks) and (
+                not predicted or self._known(ahead, predicted)
+            ):
+                self.residency.hint(step, layer, picks, ahead, predicted)
+            case _:
+                self._rejected += 1
+        self._give_orders()
+
+    def _on_reader(self, sender: str, message: Message) -> None:
+        match message:
+            case ReaderHello(reader, incarnation, _) if 0 <= reader < self._spec.readers:
+                self._greet(reader, incarnation)
+            case ReadDone(reader, incarnation, number, seconds) if self._current(
+                reader, incarnation
+            ):
+                self._read_seconds += seconds
+                self._idle.append(reader)
+                self._report(self.residency.done(number, reader))
+            case ReadFailed(reader, incarnation, number, reason) if self._current(
+                reader, incarnation
+            ):
+                self._idle.append(reader)
+                self._report(self.residency.failed(number, reader, reason))
+            case _:
+                self._rejected += 1
+        self._give_orders()
+
+    def _greet(self, reader: int, incarnation: int) -> None:
+        known = self._incarnations.get(reader, -1)
+        if incarnation <= known:
+            return
+        self._incarnations[reader] = incarnation
+        self._stuck.discard(reader)
+        self._report(self.residency.reader_lost(reader))
+        if reader not in self._idle:
+            self._idle.append(reader)
+        if known < 0 and len(self._incarnations) == self._spec.readers:
+            self._control.send(Ready(NAME, {"eviction": self._spec.policy}))
+
+    def _current(self, reader: int, incarnation: int) -> bool:
+        """Whether this incarnation is the one that holds the reader's orders now."""
+        return self._incarnations.get(reader) == incarnation
+
+    def _known(self, layer: int, experts: list[int]) -> bool:
+        return 0 <= layer < self._config.num_hidden_layers and all(
+            0 <= expert < self._config.n_routed_experts for expert in experts
+        )
+
+    # --- orders -----------------------------------------------------------------------------------
+
+    def _give_orders(self) -> None:
+        now = time.monotonic()
+        while self._idle:
+            reader = self._idle[0]
+            order = self.residency.next_order(reader, now)
+            if order is None:
+                break
+            del self._idle[0]
+            piece, read = order.piece, order.read
+            base = read.slot * self._slot_bytes
+            message = ReadOrder(
+                order.number,
+                piece.file,
+                piece.offset,
+                piece.length,
+                piece.needed,
+                base + piece.slot_offset,
+                [base + offset for pair in piece.scales for offset in pair],
+                read.lane,
+                *read.key,
+            )
+            # An unreachable reader keeps its order until its replacement says hello.
+            self._readers.send(message, to=f"reader-{reader}")
+        if self._idle and self.residency.blocked and not self._looking:
+            self._looking = True
+            self._loop.call_later(PROGRESS_LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = False
+        self._give_orders()
+
+    def _report(self, outcome: Outcome) -> None:
+        for demand, expert in outcome.landed:
+            self._compute.send(Landed(demand, [expert]), to=COMPUTE)
+        for demand, expert, reason in outcome.failed:
+            self._compute.send(DemandFailed(demand, expert, reason), to=COMPUTE)
+
+    def _watch_readers(self) -> None:
+        """Report readers that hold an order for too long, once each; sample the trace's counters."""
+        now = time.monotonic()
+        for order in self.residency.queue.orders.values():
+            late = now - order.since
+            if late > self._spec.order_timeout and order.reader not in self._stuck:
+                self._stuck.add(order.reader)
+                incarnation = self._incarnations[order.reader]
+                self._control.send(ReaderStuck(order.reader, incarnation, late))
+        if self._tracer.enabled:
+            figures = self.residency.figures()
+            for name in (counters.QUEUE_DEPTH, counters.RESIDENT_EXPERTS, counters.READ_BYTES):
+                self._tracer.counter(name, value=figures.get(name, 0.0))
+
+    def _figures(self) -> dict[str, float]:
+        malformed = sum(c.malformed for c in (self._control, self._compute, self._readers))
+        return {
+            **self.residency.figures(),
+            counters.READ_SECONDS: self._read_seconds,
+            counters.MALFORMED_MESSAGES: malformed + self._rejected,
+        }
+
+
+def _check_geometry(
+    config: ModelConfig, slices: SliceMap, arena: Arena, directory: Directory
+) -> None:
+    expected = (config.num_hidden_layers, config.n_routed_experts, arena.slots)
+    found = (directory.layers, directory.experts, directory.slots)
+    if found != expected:
+        raise HeadraceError(f"directory of {found} (layers, experts, slots), expected {expected}")
+    if arena.slot_bytes < slices.slot_bytes:
+        raise HeadraceError(
+            f"arena slots of {arena.slot_bytes} bytes, the largest expert needs {slices.slot_bytes}"
+        )
+
+
+async def _run(spec: ExpertServiceSpec) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # Bound before anything slow, so that peers that start earlier find it.
+    compute = Channel.bind(context, spec.experts, (Demand, Hint))
+    readers = Channel.bind(context, spec.readers_endpoint, (ReaderHello, ReadDone, ReadFailed))
+    control = Channel.connect(
+        context, spec.control, NAME, (Stop, StatsRequest, TraceStart, TraceStop)
+    )
+    control.send(Hello(NAME, os.getpid(), 0))
+    await ExpertService(spec, control).run(compute, readers)
+
+
+def serve(spec: ExpertServiceSpec) -> None:
+    """The process's whole life."""
+    uvloop.run(_run(spec))
+
+
+if __name__ == "__main__":
+    run_child(ExpertServiceSpec, serve)
