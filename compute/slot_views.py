@@ -24,7 +24,10 @@ _STAGING_BUFFERS = 4
 
 
 class SlotViews(Protocol):
-    """Opens slots one at a time; an item is readable until the next is opened."""
+    """Opens slots one at a time; an item is readable until the next is opened. `way` says in words
+    how the bytes reach the device."""
+
+    way: str
 
     def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
         """The expert in `slot`, its tensors at byte offsets `place` in the order of PLACES."""
@@ -49,6 +52,8 @@ def slot_views(arena: Arena, config: ModelConfig, device: torch.device) -> SlotV
 class HostSlots:
     """Views of the shared memory; the CPU has read them when the caller's products return."""
 
+    way = "read in place"
+
     def __init__(self, arena: Arena, config: ModelConfig) -> None:
         self._bytes = torch.from_numpy(arena.data).view(-1)
         self._slot_bytes = arena.slot_bytes
@@ -68,7 +73,10 @@ class StagedSlots:
     """Copies on a stream of their own, so that the next expert comes while one is computed."""
 
     def __init__(self, arena: Arena, config: ModelConfig, device: torch.device) -> None:
-        self.pinned = _register(arena)
+        pinned = _register(arena)
+        self.way = (
+            "copied from pinned memory" if pinned else "copied from memory that is not pinned"
+        )
         self._slots = torch.from_numpy(arena.data)
         self._shapes = _shapes(config)
         self._device = device

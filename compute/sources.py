@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -97,7 +97,7 @@ class EngramSource(Protocol):
 class Tracer(Protocol):
     """Where spans go; `protocol.trace` has the real one."""
 
-    def span(self, name: str, **args: object) -> AbstractContextManager[object]:
+    def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
         """A context that measures `name`; `args` are shown beside it."""
         ...
 
@@ -105,7 +105,7 @@ class Tracer(Protocol):
 class NullTracer:
     """Measures nothing."""
 
-    _nothing: AbstractContextManager[object] = nullcontext()
+    _nothing: AbstractContextManager[None] = nullcontext()
 
-    def span(self, name: str, **args: object) -> AbstractContextManager[object]:
+    def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
         return self._nothing

@@ -30,6 +30,11 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = dict.fromkeys(silent, b"")
 
+    @property
+    def added(self) -> frozenset[int]:
+        """Tokens that are written into a text by a chat format, not found in it (`<think>`)."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
     @classmethod
     def load(cls, directory: Path, silent: Sequence[int]) -> TokenBytes:
         """Of `directory/tokenizer.json`; raises CheckpointError where it is not byte-level."""

@@ -1,0 +1,99 @@
+"""Sequence states kept after a request, so that the next one starts where its prompt departs.
+
+Owns the copies and their byte budget. A state cannot be rolled back to any position (its windows
+are rings), so what is kept are snapshots at chosen lengths. A kept state is never changed; using it
+gives the same numbers as running its tokens again in the same chunks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compute.sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """The state after `tokens`, copied to the host, and the `logits` [V] they ended in (None where
+    they were not asked for: at least one more token has to be run)."""
+
+    tokens: tuple[int, ...]
+    snapshot: Mapping[str, torch.Tensor | int]
+    logits: torch.Tensor | None
+    nbytes: int
+
+
+class KeptStates:
+    """Snapshots within `budget` bytes; the least recently used goes first."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._states: OrderedDict[tuple[int, ...], KeptState] = OrderedDict()
+        self.nbytes = 0
+
+    def keep(
+        self, tokens: Sequence[int], state: SequenceState, logits: torch.Tensor | None = None
+    ) -> None:
+        """Copy `state`, which has run the first `state.length` of `tokens`. One that does not fit
+        the budget by itself is not kept."""
+        key = tuple(tokens[: state.length])
+        if not state.usable or not key:
+            return
+        # A token id is a Python int, 8 bytes of tuple; the int itself is the caller's too.
+        nbytes = state.nbytes + 8 * len(key) + (logits.nbytes if logits is not None else 0)
+        known = self._states.get(key)
+        if known is not None and (logits is None or known.logits is not None):
+            self._states.move_to_end(key)
+            return
+        if nbytes > self._budget:
+            return
+        if known is not None:
+            self._drop(key)
+        while self.nbytes + nbytes > self._budget:
+            self._drop(next(iter(self._states)))
+        snapshot = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in state.snapshot().items()
+        }
+        held = logits.cpu() if logits is not None else None
+        self._states[key] = KeptState(key, snapshot, held, nbytes)
+        self.nbytes += nbytes
+
+    def longest(self, prompt: Sequence[int]) -> KeptState | None:
+        """The longest kept beginning of `prompt` from which its last token's logits follow."""
+        whole = tuple(prompt)
+        best: KeptState | None = None
+        for state in self._states.values():
+            length = len(state.tokens)
+            enough = length < len(whole) or state.logits is not None
+            longer = best is None or length > len(best.tokens)
+            if longer and enough and whole[:length] == state.tokens:
+                best = state
+        if best is not None:
+            self._states.move_to_end(best.tokens)
+        return best
+
+    def common_prefix(self, prompt: Sequence[int]) -> int:
+        """How many first tokens of `prompt` some kept state shares: where reuse has to stop."""
+        return max((_common(state.tokens, prompt) for state in self._states.values()), default=0)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._states.clear()
+        self.nbytes = 0
+
+    def _drop(self, key: tuple[int, ...]) -> None:
+        self.nbytes -= self._states.pop(key).nbytes
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

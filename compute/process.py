@@ -1,0 +1,273 @@
+"""The compute process: takes requests from the supervisor and answers them, one at a time.
+
+Wires the model to its sources and its text generator to the control socket, and owns the queue of
+requests. Started by the supervisor as `python -m compute.process PIPE PARENT_PID`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+import zmq
+
+from compute import arena_experts, ring_engram
+from compute.arena_experts import ArenaExperts
+from compute.generation import Event, Limits, TextGenerator
+from compute.kept_states import KeptStates
+from compute.layers.linear import product_dtype
+from compute.model import Model
+from compute.progress import ProgressPage
+from compute.ring_engram import RingEngram
+from compute.slot_views import slot_views
+from compute.text import TokenBytes
+from compute.weights import ModelWeights
+from protocol import counters
+from protocol.config import ModelConfig
+from protocol.errors import HeadraceError, UsageError
+from protocol.layouts import Arena, Directory, EngramRing, Progress
+from protocol.lifecycle import run_child
+from protocol.messages import (
+    Cancel,
+    Finished,
+    Generate,
+    Hello,
+    Loading,
+    Ready,
+    StatsReply,
+    StatsRequest,
+    Stop,
+    TraceStart,
+    TraceStop,
+    TraceStopped,
+)
+from protocol.shards import Shards
+from protocol.specs import ComputeSpec
+from protocol.trace import Tracer
+from protocol.transport import Channel
+from protocol.wire import Message
+
+NAME = "compute"
+CONTROL = (Generate, Cancel, StatsRequest, TraceStart, TraceStop, Stop)
+# Requests that wait beside the one at hand; who queues people's requests is the supervisor.
+QUEUED_REQUESTS = 8
+KEPT_STATES_BYTES = 256 << 20
+IDLE_WAKE_S = 0.1
+# How long a full queue of events is left alone before the next try.
+DELIVERY_PAUSE_S = 0.005
+
+
+class ComputeProcess:
+    """Owns the control socket's side of requests for the life of the process."""
+
+    def __init__(self, control: Channel, generator: TextGenerator, tracer: Tracer) -> None:
+        self._control = control
+        self._generator = generator
+        self._progress = generator.progress
+        self._tracer = tracer
+        self._queue: deque[Generate] = deque()
+        self._current: int | None = None
+        self._cancelled = False
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while not self._stopping:
+            if not self._queue:
+                received = self._control.receive(IDLE_WAKE_S)
+                # Idle it holds no slot, whatever the service takes out in the meantime.
+                self._progress.holds_no_slot()
+                self._progress.beat()
+                if received is not None:
+                    self._take(received[1])
+                continue
+            self._answer(self._queue.popleft())
+        self._tracer.stop()
+
+    def _answer(self, request: Generate) -> None:
+        self._current, self._cancelled = request.request, False
+        for event in self._generator.run(request, self._is_cancelled):
+            self._deliver(event)
+        self._current = None
+
+    def _is_cancelled(self) -> bool:
+        """Take in what has come; whether the request at hand is to end."""
+        for _, message in self._control.drain():
+            self._take(message)
+        return self._cancelled or self._stopping
+
+    def _deliver(self, event: Event) -> None:
+        """Send, waiting while the supervisor's queue is full: one that is stopped stops us too, and
+        one that is gone ends this process."""
+        while not self._control.send(event):
+            self._progress.beat()
+            time.sleep(DELIVERY_PAUSE_S)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Generate():
+                self._enqueue(message)
+            case Cancel(request):
+                self._cancel(request)
+            case StatsRequest(request):
+                self._control.send(StatsReply(request, NAME, self._figures()))
+            case TraceStart(path):
+                self._start_trace(path)
+            case TraceStop():
+                self._tracer.stop()
+                self._control.send(TraceStopped(NAME))
+            case Stop():
+                self._stopping = True
+
+    def _enqueue(self, request: Generate) -> None:
+        if len(self._queue) < QUEUED_REQUESTS:
+            self._queue.append(request)
+        else:
+            error = f"{QUEUED_REQUESTS} requests wait already; try again later"
+            self._deliver(_unstarted(request, "error", error))
+
+    def _cancel(self, request: int) -> None:
+        if request == self._current:
+            self._cancelled = True
+        for waiting in [waiting for waiting in self._queue if waiting.request == request]:
+            self._queue.remove(waiting)
+            self._deliver(_unstarted(waiting, "cancelled", ""))
+
+    def _start_trace(self, path: str) -> None:
+        try:
+            self._tracer.start(path)
+        except OSError as error:
+            print(f"trace file {path} cannot be written ({error.strerror})", file=sys.stderr)
+
+    def _figures(self) -> dict[str, float]:
+        return {
+            **self._generator.counts(),
+            counters.STEPS: float(self._generator.steps),
+            counters.MALFORMED_MESSAGES: float(self._control.malformed),
+        }
+
+
+def _unstarted(request: Generate, reason: str, error: str) -> Finished:
+    return Finished(request.request, reason, "", error, len(request.prompt), 0, 0, {})
+
+
+class _Regions:
+    """The group's shared memory, checked against the checkpoint and against each other."""
+
+    def __init__(self, spec: ComputeSpec, config: ModelConfig) -> None:
+        self.arena = Arena.attach(spec.arena_fd)
+        self.directory = Directory.attach(spec.directory_fd)
+        self.progress = Progress.attach(spec.progress_fd)
+        self.ring = EngramRing.attach(spec.ring_fd)
+        _expect(
+            "directory (layers, experts, slots)",
+            (self.directory.layers, self.directory.experts, self.directory.slots),
+            (config.num_hidden_layers, config.n_routed_experts, self.arena.slots),
+        )
+        _expect(
+            "engram ring (layers, rows, columns)",
+            (self.ring.layers, self.ring.rows, self.ring.head_dim),
+            (len(config.engram_layer_ids), config.engram_rows_per_token, config.engram_head_dim),
+        )
+        # One for the pass at hand, one for the next.
+        _expect("engram ring of at least 2 blocks", self.ring.blocks >= 2, True)
+
+
+def _expect(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise HeadraceError(f"{what}: shared memory has {found}, the checkpoint needs {expected}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {name!r} cannot be used ({reason}); try --device cpu") from None
+    return device
+
+
+def _load_weights(shards: Shards, device: torch.device, control: Channel) -> ModelWeights:
+    def report(done: int, layers: int) -> None:
+        what = f"dense weights, layer {done} of {layers}"
+        control.send(Loading(NAME, what, done / layers))
+
+    report(0, shards.config.num_hidden_layers)
+    return ModelWeights.load(shards, device, report)
+
+
+def _assemble(
+    spec: ComputeSpec, context: zmq.Context[zmq.Socket[bytes]], control: Channel, tracer: Tracer
+) -> tuple[TextGenerator, dict[str, str]]:
+    """A generator over the checkpoint and the group's shared memory, and the facts about it."""
+    device = _device(spec.device)
+    checkpoint = Path(spec.checkpoint)
+    config = ModelConfig.load(checkpoint)
+    token_bytes = TokenBytes.load(checkpoint, [config.eos_token_id])
+    weights = _load_weights(Shards.open(checkpoint, config), device, control)
+    regions = _Regions(spec, config)
+    progress = ProgressPage(regions.progress)
+    views = slot_views(regions.arena, config, device)
+    experts = ArenaExperts(
+        Channel.connect(context, spec.experts, NAME, arena_experts.ACCEPTS),
+        regions.directory,
+        progress,
+        views,
+        tracer,
+        stall_timeout=spec.stall_timeout,
+        verify_slots=spec.verify_slots,
+    )
+    engram = RingEngram(
+        Channel.connect(context, spec.engram, NAME, ring_engram.ACCEPTS),
+        regions.ring,
+        progress,
+        tracer,
+        device,
+        stall_timeout=spec.stall_timeout,
+    )
+    limits = Limits(
+        min(spec.chunk_tokens, engram.block_tokens),
+        min(spec.max_context, config.max_position_embeddings),
+    )
+    generator = TextGenerator(
+        Model(config, weights, experts, engram, tracer=tracer, predictions=spec.predict),
+        engram,
+        token_bytes,
+        progress,
+        tracer,
+        KeptStates(KEPT_STATES_BYTES),
+        limits,
+        lambda: experts.counts | engram.counts,
+    )
+    facts = {
+        "device": f"{device}, {torch.get_num_threads()} threads",
+        "products": str(product_dtype(device)).removeprefix("torch."),
+        "dense weights": f"{weights.nbytes} bytes",
+        "experts": views.way,
+        "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
+    }
+    return generator, facts
+
+
+def serve(spec: ComputeSpec) -> None:
+    """The process's whole life."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    control = Channel.connect(context, spec.control, NAME, CONTROL)
+    control.send(Hello(NAME, os.getpid(), 0))
+    if spec.threads > 0:
+        torch.set_num_threads(spec.threads)
+    tracer = Tracer(NAME, spec.trace)
+    generator, facts = _assemble(spec, context, control, tracer)
+    control.send(Ready(NAME, facts))
+    ComputeProcess(control, generator, tracer).run()
+
+
+if __name__ == "__main__":
+    run_child(ComputeSpec, serve)
