@@ -1,4 +1,4 @@
-"""One file range into memory by preadv: O_DIRECT where the file system takes it, buffered elsewhere.
+"""File ranges into memory by preadv: O_DIRECT where the file system takes it, else buffered.
 
 Owns the open files of a reader. Promises: at least `needed` bytes arrived or ReadError names file
 and offset; short reads and interruptions are continued; EIO is tried again a few times; what a

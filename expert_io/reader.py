@@ -18,7 +18,7 @@ import zmq
 from expert_io.disk import ShardFiles
 from protocol.errors import HeadraceError, ReadError
 from protocol.faults import Fault, FaultPlan
-from protocol.layouts import Arena
+from protocol.layouts import PAGE, Arena
 from protocol.lifecycle import run_child
 from protocol.messages import (
     LANE_NAMES,
@@ -57,7 +57,7 @@ class Reader:
         self._struck: list[Fault] = []
         self._files = ShardFiles(spec.files, spec.direct, self._preadv)
         self._arena = Arena.attach(spec.arena_fd)
-        self._memory = memoryview(self._arena.data).cast("B")
+        self._memory = memoryview(self._arena.memory)[PAGE:]
         self._bytes = 0.0
         self._reads = 0.0
 
@@ -70,7 +70,7 @@ class Reader:
         self._control.send(Ready(self._name, {"expert reads": way}))
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
         while True:
-            poller.poll(WAIT_S * 1000)
+            poller.poll(int(WAIT_S * 1000))
             for _, message in self._orders.drain():
                 if isinstance(message, ReadOrder):
                     self._serve(message)

@@ -245,7 +245,7 @@ def _check_geometry(
         raise HeadraceError(f"directory of {found} (layers, experts, slots), expected {expected}")
     if arena.slot_bytes < slices.slot_bytes:
         raise HeadraceError(
-            f"arena slots of {arena.slot_bytes} bytes, the largest expert needs {slices.slot_bytes}"
+            f"arena slots of {arena.slot_bytes} bytes, an expert needs {slices.slot_bytes}"
         )
 
 
