@@ -1,0 +1,47 @@
+# Two commands: `make demo` shows the engine generating, `make test` checks and tests it.
+# Both make .venv here and install into it. TORCH chooses the build of torch, for example
+#   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+TORCH ?= torch
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_CHECKPOINT := $(firstword $(wildcard demo) tests/golden/data/mini)
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	@echo "--- generating from $(DEMO_CHECKPOINT), whose experts do not all fit in the cache"
+	$(BIN)/headrace generate $(DEMO_CHECKPOINT) --demo
+
+test: $(VENV)/installed-test lint
+	@echo "--- tests"
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-test
+	@echo "--- ruff and mypy"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy protocol compute expert_io engram_io launch launch.py
+
+$(BIN)/python:
+	@echo "--- making $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone, so that the environment's choice of build stands.
+$(VENV)/torch: $(BIN)/python
+	@echo "--- installing torch ($(TORCH)) unless it is there"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml
+	@echo "--- installing headrace"
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/torch pyproject.toml
+	@echo "--- installing headrace with its test tools"
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@ $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
