@@ -17,7 +17,7 @@ from compute.kernels.launching import PDL
 from compute.kernels.numeric import release_next, sigmoid, to_bf16, wait_for_previous
 
 #: Columns of the flattened streams one program of the dot takes.
-SLICE = 256
+SLICE = 512
 #: Tokens one program of the dot takes, so that the matrix is read once for all of them.
 TOKENS = 8
 #: Width of a row of sums: the mixes, the sum of squares behind them, and padding.
@@ -118,7 +118,7 @@ def mix_dot(streams: torch.Tensor, matrix: torch.Tensor, sums: torch.Tensor) -> 
     tokens, width = streams.shape[0], matrix.shape[1]
     _mix_dot[(mix_splits(width), triton.cdiv(tokens, TOKENS))](
         streams, matrix, sums, tokens, width, MIXES=matrix.shape[0],
-        SLICE=SLICE, TOKENS=min(TOKENS, tokens), SUMS=SUMS, num_warps=4, **PDL,
+        SLICE=SLICE, TOKENS=min(TOKENS, tokens), SUMS=SUMS, num_warps=8, **PDL,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def mix_finish(
     _mix_finish[(tokens,)](
         sums, scale, base, pre, post, comb, tokens, width, splits, norm_eps, eps,
         HC=pre.shape[1], ITERATIONS=iterations, SUMS=SUMS,
-        SPLITS=triton.next_power_of_2(splits), num_warps=4, **PDL,
+        SPLITS=triton.next_power_of_2(splits), num_warps=1, **PDL,
     )  # fmt: skip
 
 

@@ -61,6 +61,46 @@ def _rms_norm(
 
 
 @triton.jit
+def _finish_query(partials, stride, weight, query, eps, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    mask = column < D
+    v = to_bf16(sum_of_splits(partials, column, mask, stride, SPLITS))
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(v * v, axis=0) / D + eps)
+    y = to_bf16(v * inverse * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32))
+    z = tl.reshape(round_trip_e4m3(tl.reshape(y, (BLOCK // 32, 32))), (BLOCK,))
+    tl.store(query + column, as_bf16(z), mask=mask)
+
+
+@triton.jit
+def norm_and_rotate(
+    partials, stride, weight, cos, sin, eps,
+    D: tl.constexpr, ROTATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK] of bf16: the rms norm of summed shares, before and after its tail is rotated."""
+    column = tl.arange(0, BLOCK)
+    mask = column < D
+    v = to_bf16(sum_of_splits(partials, column, mask, stride, SPLITS))
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(v * v, axis=0) / D + eps)
+    y = to_bf16(v * inverse * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32))
+    tail = mask & (column >= D - ROTATED)
+    other = column ^ 1
+    p = to_bf16(sum_of_splits(partials, other, tail, stride, SPLITS))
+    p = to_bf16(p * inverse * tl.load(weight + other, mask=tail, other=0.0).to(tl.float32))
+    return y, to_bf16(rotate_pairs(y, p, column, D - ROTATED, cos, sin))
+
+
+@triton.jit
+def _finish_kv(
+    partials, stride, weight, cos, sin, row, eps,
+    D: tl.constexpr, ROTATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _, y = norm_and_rotate(partials, stride, weight, cos, sin, eps, D, ROTATED, SPLITS, BLOCK)
+    z = tl.reshape(round_trip_e4m3(tl.reshape(y, (BLOCK // 32, 32))), (BLOCK,))
+    column = tl.arange(0, BLOCK)
+    tl.store(row + column, as_bf16(z), mask=column < D)
+
+
+@triton.jit
 def _finish_query_kv(
     partials, stride, q_weight, kv_weight, cos, sin, slots, query, rows, eps,
     QD: tl.constexpr, KD: tl.constexpr, ROTATED: tl.constexpr, SPLITS: tl.constexpr,
@@ -71,28 +111,14 @@ def _finish_query_kv(
     token = tl.program_id(0)
     partials += token * (QD + KD)
     if tl.program_id(1) == 0:
-        column = tl.arange(0, Q_BLOCK)
-        mask = column < QD
-        v = to_bf16(sum_of_splits(partials, column, mask, stride, SPLITS))
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(v * v, axis=0) / QD + eps)
-        y = to_bf16(v * inverse * tl.load(q_weight + column, mask=mask, other=0.0).to(tl.float32))
-        z = tl.reshape(round_trip_e4m3(tl.reshape(y, (Q_BLOCK // 32, 32))), (Q_BLOCK,))
-        tl.store(query + token * QD + column, as_bf16(z), mask=mask)
+        _finish_query(partials, stride, q_weight, query + token * QD, eps, QD, SPLITS, Q_BLOCK)
     else:
-        column = tl.arange(0, K_BLOCK)
-        mask = column < KD
-        v = to_bf16(sum_of_splits(partials, QD + column, mask, stride, SPLITS))
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(v * v, axis=0) / KD + eps)
-        y = to_bf16(v * inverse * tl.load(kv_weight + column, mask=mask, other=0.0).to(tl.float32))
-        tail = mask & (column >= KD - ROTATED)
-        other = column ^ 1
-        p = to_bf16(sum_of_splits(partials, QD + other, tail, stride, SPLITS))
-        p = to_bf16(p * inverse * tl.load(kv_weight + other, mask=tail, other=0.0).to(tl.float32))
         at = token * (ROTATED // 2)
-        y = to_bf16(rotate_pairs(y, p, column, KD - ROTATED, cos + at, sin + at))
-        z = tl.reshape(round_trip_e4m3(tl.reshape(y, (K_BLOCK // 32, 32))), (K_BLOCK,))
-        slot = tl.load(slots + token).to(tl.int64)
-        tl.store(rows + slot * KD + column, as_bf16(z), mask=mask)
+        row = rows + tl.load(slots + token).to(tl.int64) * KD
+        _finish_kv(
+            partials + QD, stride, kv_weight, cos + at, sin + at, row, eps,
+            KD, ROTATED, SPLITS, K_BLOCK,
+        )  # fmt: skip
 
 
 def rms_norm(

@@ -1,0 +1,316 @@
+"""Every kernel's arithmetic in plain torch, with the signature of its Triton form.
+
+Owns the meaning of the kernels: they are tested against this module, and on a CPU it stands in for
+them. Products accumulate in `PRODUCT`; set to float64 it gives the truth that errors are stated
+against. Scratch arguments are accepted and left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from compute import formats
+from compute.layers.norm import rms_norm as normalize
+from compute.rope import Rotation, rotate_tail
+
+#: What matrix products are formed in.
+PRODUCT = torch.float32
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[..., N] in PRODUCT of `x` [..., K] and `weight` [N, K]."""
+    return x.to(PRODUCT) @ weight.to(PRODUCT).mT
+
+
+def _fp8_product(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, groups: int = 1
+) -> torch.Tensor:
+    values = formats.dequantize_fp8_weight(weight, scale)
+    grouped = values.unflatten(0, (groups, -1))
+    return torch.einsum(
+        "tgk,gnk->tgn", x.unflatten(-1, (groups, -1)).to(PRODUCT), grouped.to(PRODUCT)
+    ).flatten(-2)
+
+
+def _into_streams(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post_mix: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    collapsed: torch.Tensor,
+) -> None:
+    mixed = torch.einsum("tij,tih->tjh", comb, streams.float())
+    mixed += post_mix.unsqueeze(-1) * y.to(torch.bfloat16).float().unsqueeze(1)
+    streams.copy_(mixed)
+    collapsed.copy_((pre.unsqueeze(-1) * streams.float()).sum(1))
+
+
+def _splits(out: torch.Tensor) -> torch.Tensor:
+    """`out`, zeroed: a product here is one share, whatever the number of splits."""
+    return out.zero_()[0]
+
+
+def fp8_matvec(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    groups: int = 1,
+    round_trip: bool = False,
+) -> None:
+    y = _fp8_product(x, weight, scale, groups)
+    if out.dtype == torch.float32:
+        _splits(out).copy_(y)
+    else:
+        y = y.to(torch.bfloat16)
+        out.copy_(formats.round_trip_fp8(y) if round_trip else y)
+
+
+def fp8_matvec_to_streams(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    collapsed: torch.Tensor,
+) -> None:
+    _into_streams(_fp8_product(x, weight, scale), streams, post, comb, pre, collapsed)
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    gate = gate.to(torch.bfloat16).float().clamp_max(limit)
+    return F.silu(gate) * up.to(torch.bfloat16).float().clamp(-limit, limit)
+
+
+def fp8_gate_up(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scale: torch.Tensor,
+    up: torch.Tensor,
+    up_scale: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    limit: float,
+) -> None:
+    a = _swiglu(_fp8_product(x, gate, gate_scale), _fp8_product(x, up, up_scale), limit)
+    out.copy_(formats.round_trip_fp8(a.to(torch.bfloat16)))
+
+
+def bf16_matvec(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    y = _product(x, weight)
+    (_splits(out) if out.dtype == torch.float32 else out).copy_(y)
+
+
+def _bytes_at(address: int, *shape: int) -> torch.Tensor:
+    size = torch.Size(shape).numel()
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8).view(
+        shape
+    )
+
+
+def _fp4_at(code_address: int, scale_address: int, rows: int, columns: int) -> torch.Tensor:
+    return formats.dequantize_fp4_weight(
+        _bytes_at(code_address, rows, columns // 2), _bytes_at(scale_address, rows, columns // 32)
+    )
+
+
+def experts_gate_up(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    limit: float,
+) -> None:
+    (picks, rows), (tokens, columns) = out.shape, x.shape
+    for pick, addresses in enumerate(table.tolist()):
+        token = x[pick // (picks // tokens)]
+        gate = _product(token, _fp4_at(addresses[0], addresses[1], rows, columns))
+        up = _product(token, _fp4_at(addresses[2], addresses[3], rows, columns))
+        a = weights.flatten()[pick] * _swiglu(gate, up, limit)
+        out[pick] = formats.round_trip_fp8(a.to(torch.bfloat16))
+
+
+def experts_down_each(a: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    rows, columns = out.shape[-1], a.shape[1]
+    for pick, addresses in enumerate(table.tolist()):
+        weight = _fp4_at(addresses[4], addresses[5], rows, columns)
+        out.view(-1, rows)[pick] = _product(a[pick], weight)
+
+
+def experts_down(
+    a: torch.Tensor, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
+) -> None:
+    out.copy_(_sum_of_picks(a, table, shared))
+
+
+def _sum_of_picks(a: torch.Tensor, table: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    tokens, rows = shared.shape
+    each = shared.new_empty(tokens, a.shape[0] // tokens, rows)
+    experts_down_each(a, table, each)
+    return _in_order(each, shared)
+
+
+def _in_order(parts: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+    total = parts[:, 0].float()
+    for part in range(1, parts.shape[1]):
+        total = total + parts[:, part].float()
+    return total if extra is None else total + extra.float()
+
+
+def experts_down_to_streams(
+    a: torch.Tensor,
+    table: torch.Tensor,
+    shared: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    collapsed: torch.Tensor,
+) -> None:
+    _into_streams(_sum_of_picks(a, table, shared), streams, post, comb, pre, collapsed)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    normed: torch.Tensor | None,
+    rounded: torch.Tensor | None,
+    *,
+    eps: float,
+) -> None:
+    y = normalize(x, weight.float(), eps)
+    if normed is not None:
+        normed.copy_(y)
+    if rounded is not None:
+        rounded.copy_(formats.round_trip_fp8(y))
+
+
+def finish_query_kv(
+    partials: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    eps: float,
+) -> None:
+    latent, kv = partials.sum(0).to(torch.bfloat16).split((query.shape[1], rows.shape[1]), -1)
+    query.copy_(formats.round_trip_fp8(normalize(latent, q_weight.float(), eps)))
+    kv = rotate_tail(normalize(kv, kv_weight.float(), eps), Rotation(cos, sin))
+    rows[slots.long()] = formats.round_trip_fp8(kv)
+
+
+def mix_dot(streams: torch.Tensor, matrix: torch.Tensor, sums: torch.Tensor) -> None:
+    flat, mixes = streams.flatten(1).to(PRODUCT), matrix.shape[0]
+    share = _splits(sums)
+    share[:, :mixes] = _product(flat, matrix)
+    share[:, mixes] = flat.square().sum(-1)
+
+
+def mix_finish(
+    sums: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    pre: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    *,
+    width: int,
+    iterations: int,
+    norm_eps: float,
+    eps: float,
+) -> None:
+    tokens, hc = pre.shape
+    total, mixes = sums.sum(0), (2 + hc) * hc
+    m = total[:, :mixes] * torch.rsqrt(total[:, mixes : mixes + 1] / width + norm_eps)
+    pre.copy_(torch.sigmoid(m[:, :hc] * scale[0] + base[:hc]) + eps)
+    post.copy_(2 * torch.sigmoid(m[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc]))
+    c = (m[:, 2 * hc :] * scale[2] + base[2 * hc :]).view(tokens, hc, hc).softmax(-1) + eps
+    c = c / (c.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        c = c / (c.sum(-1, keepdim=True) + eps)
+        c = c / (c.sum(-2, keepdim=True) + eps)
+    comb.copy_(c)
+
+
+def post(
+    parts: torch.Tensor,
+    extra: torch.Tensor | None,
+    streams: torch.Tensor,
+    post_mix: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    collapsed: torch.Tensor,
+) -> None:
+    _into_streams(_in_order(parts, extra), streams, post_mix, comb, pre, collapsed)
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    scaling: float,
+    temperature: float = 1.0,
+) -> None:
+    score = F.softplus(logits.sum(0) / temperature).sqrt()
+    # A stable sort keeps the lowest id first among equals.
+    order = (score + bias).sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[:, : ids.shape[1]].sort(-1).values
+    picked = score.gather(1, chosen)
+    ids.copy_(chosen)
+    weights.copy_(picked / (picked.sum(-1, keepdim=True) + 1e-20) * scaling)
+
+
+def attend(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    window: torch.Tensor,
+    window_index: torch.Tensor,
+    compressed: torch.Tensor,
+    chosen: torch.Tensor,
+    sink: torch.Tensor,
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    greatest: torch.Tensor,
+    denominator: torch.Tensor,
+) -> None:
+    """Blocks of 64 as in the kernel, each rounding its probabilities relative to its own greatest."""
+    rotation, (tokens, heads, width) = Rotation(cos, sin), q.shape
+    query = rotate_tail(q, rotation).to(PRODUCT)
+    tops, totals, values = [], [], []
+    for source, index in ((window, window_index), (compressed, chosen)):
+        for block in index.split(64, dim=1):
+            if block.shape[1] == 0:
+                continue
+            kv = source[block.clamp_min(0).long()].to(PRODUCT)
+            unseen = (block < 0).unsqueeze(1)
+            score = torch.einsum("thd,tnd->thn", query, kv).float() * width**-0.5
+            score = score.masked_fill(unseen, float("-inf"))
+            top = score.amax(-1)
+            p = torch.exp(score - top.nan_to_num(neginf=0.0).unsqueeze(-1))
+            tops.append(top)
+            totals.append(p.sum(-1))
+            rounded = p.to(torch.bfloat16).to(PRODUCT)
+            # A masked row's bytes may be anything; its probability of zero must win.
+            kv = kv.masked_fill((block < 0).unsqueeze(-1), 0.0)
+            values.append(torch.einsum("thn,tnd->thd", rounded, kv).float())
+    top = torch.stack(tops)
+    most = torch.maximum(top.amax(0), sink.float())
+    share = torch.exp(top - most)
+    total = (torch.stack(totals) * share).sum(0) + torch.exp(sink.float() - most)
+    y = (torch.stack(values) * (share / total).unsqueeze(-1)).sum(0).to(torch.bfloat16)
+    out.copy_(rotate_tail(y, rotation, inverse=True))

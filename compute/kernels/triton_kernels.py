@@ -1,0 +1,33 @@
+"""All Triton kernels under the names their torch references have in `reference`."""
+
+from __future__ import annotations
+
+from compute.kernels.attention import attend
+from compute.kernels.dense import bf16_matvec, fp8_gate_up, fp8_matvec, fp8_matvec_to_streams
+from compute.kernels.experts import (
+    experts_down,
+    experts_down_each,
+    experts_down_to_streams,
+    experts_gate_up,
+)
+from compute.kernels.hyper_connections import mix_dot, mix_finish, post
+from compute.kernels.norms import finish_query_kv, rms_norm
+from compute.kernels.router import route
+
+__all__ = [
+    "attend",
+    "bf16_matvec",
+    "experts_down",
+    "experts_down_each",
+    "experts_down_to_streams",
+    "experts_gate_up",
+    "finish_query_kv",
+    "fp8_gate_up",
+    "fp8_matvec",
+    "fp8_matvec_to_streams",
+    "mix_dot",
+    "mix_finish",
+    "post",
+    "rms_norm",
+    "route",
+]
