@@ -1,0 +1,141 @@
+"""Documents of prose out of documentation packages.
+
+Owns the fetching (Debian's own client), the reading of HTML pages and the choice of what counts as prose:
+paragraphs and the headings above them; code, tables, lists of symbols and repeated boilerplate are left out.
+Promises the same documents in the same order for the same package versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+from protocol.errors import ResourceError
+from tools.train.sources import Source
+
+HEADINGS = {"h1", "h2", "h3", "h4"}
+SKIPPED = {"script", "style", "pre", "table", "nav", "footer", "header", "svg", "math", "form"}
+SHORTEST_PARAGRAPH = 60
+SHORTEST_DOCUMENT = 300
+HELD_OUT_IN = 100
+_SPACES = re.compile(r"\s+")
+_LANGUAGE = "zh|ja|ko|de|fr|es|it|pt|ru|pl|cs|da|el|hr|hu|id|nb|nl|ro|sv|tr|vi|ar|fa|uk|ca|eu|fi|lt|sk|nn|ga"
+_FOREIGN = re.compile(
+    rf"translations|/({_LANGUAGE}|(?!en-US/)[a-z]{{2}}[-_][A-Za-z]{{2,4}})/|\.({_LANGUAGE}|pt-br|zh-cn)(\.|$)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One page's prose: `Section`s joined by blank lines; `held_out` says which side of the split it is on."""
+
+    name: str
+    sections: tuple[tuple[str, str], ...]
+    held_out: bool
+
+    @property
+    def text(self) -> str:
+        """Headings and paragraphs, separated by blank lines."""
+        return "\n\n".join(
+            f"{heading}\n\n{body}" if heading else body for heading, body in self.sections
+        )
+
+
+class _Prose(HTMLParser):
+    """Collects (is_heading, text) in page order."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.blocks: list[tuple[bool, str]] = []
+        self._skipping = 0
+        self._open: str | None = None
+        self._parts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in SKIPPED:
+            self._close()
+            self._skipping += 1
+        elif not self._skipping and (tag == "p" or tag in HEADINGS):
+            self._close()
+            self._open = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in SKIPPED:
+            self._skipping = max(0, self._skipping - 1)
+        elif tag == self._open or tag in ("div", "li", "section", "body"):
+            self._close()
+
+    def handle_data(self, data: str) -> None:
+        if self._open and not self._skipping:
+            self._parts.append(data)
+
+    def _close(self) -> None:
+        if self._open:
+            text = _SPACES.sub(" ", "".join(self._parts)).strip(" ¶#§")
+            if text:
+                self.blocks.append((self._open in HEADINGS, text))
+        self._open, self._parts = None, []
+
+
+def _is_prose(paragraph: str) -> bool:
+    if len(paragraph) < SHORTEST_PARAGRAPH or paragraph[-1] not in ".:!?)":
+        return False
+    plain = sum(c.isascii() and (c.isalpha() or c == " ") for c in paragraph)
+    words = paragraph.count(" ") + 1
+    return (
+        plain / len(paragraph) > 0.88 and 3.0 < len(paragraph) / words < 9.0 and paragraph.isascii()
+    )
+
+
+def fetch(source: Source, directory: Path) -> Path:
+    """Download `source` with apt and unpack it under `directory`; raises ResourceError."""
+    unpacked = directory / source.package
+    if unpacked.is_dir():
+        return unpacked
+    directory.mkdir(parents=True, exist_ok=True)
+    if not list(directory.glob(f"{source.package}_*.deb")):
+        done = subprocess.run(
+            ["apt-get", "download", source.package], cwd=directory, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise ResourceError(
+                f"apt-get download {source.package} failed ({done.stderr.strip().splitlines()[-1:]}); "
+                "run apt-get update, on Debian 12"
+            )
+    (package,) = directory.glob(f"{source.package}_*.deb")
+    subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
+    return unpacked
+
+
+def _sections(blocks: list[tuple[bool, str]], seen: set[bytes]) -> tuple[tuple[str, str], ...]:
+    sections: list[tuple[str, list[str]]] = [("", [])]
+    for is_heading, text in blocks:
+        if is_heading:
+            sections.append((text if text.isascii() and len(text) < 100 else "", []))
+        elif _is_prose(text):
+            digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+            if digest not in seen:
+                seen.add(digest)
+                sections[-1][1].append(text)
+    return tuple((heading, "\n\n".join(body)) for heading, body in sections if body)
+
+
+def documents(source: Source, unpacked: Path, seen: set[bytes]) -> Iterator[Document]:
+    """The prose of every English page of `source`; paragraphs in `seen` are dropped, new ones added to it."""
+    pages = sorted(p for p in unpacked.rglob("*") if ".html" in p.name or p.suffix == ".htm")
+    for page in pages:
+        name = f"{source.package}/{page.relative_to(unpacked)}"
+        if page.is_symlink() or not page.is_file() or _FOREIGN.search(name):
+            continue
+        parser = _Prose()
+        parser.feed(page.read_bytes().decode("utf-8", "replace"))
+        parser.close()
+        sections = _sections(parser.blocks, seen)
+        if sum(len(body) for _, body in sections) >= SHORTEST_DOCUMENT:
+            number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+            yield Document(name, sections, number % HELD_OUT_IN == 0)

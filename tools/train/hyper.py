@@ -1,0 +1,104 @@
+"""Hyper-connections for training: the mixes of a sublayer, collapsing the streams and writing back.
+
+Owns the differentiable Sinkhorn normalisation. T tokens, hc streams of H columns each, bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tools.train.fused import fused
+
+# Sinkhorn has converged long before its last rounds, so the gradient of these few is the gradient.
+GRADED_ROUNDS = 4
+
+Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """bf16 of weight * x / sqrt(mean(x^2) + eps); the weight is used as stored, in bf16."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight.to(torch.bfloat16).float() * wide * scale).to(torch.bfloat16)
+
+
+def sinkhorn(logits: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
+    """[T, hc, hc] fp32: softmax over the last axis, then `rounds` column and row normalisations.
+
+    Keeps a factor for each row and column instead of the matrix: [T, hc] twice.
+    """
+    cells = torch.softmax(logits, -1) + eps
+    fixed = cells.detach()
+    rows = torch.ones_like(fixed[..., 0])
+    columns = torch.ones_like(rows)
+    for number in range(rounds):
+        e = fixed if number < rounds - GRADED_ROUNDS else cells
+        if number:
+            rows = rows / ((e * columns.unsqueeze(-2)).sum(-1) * rows + eps)
+        columns = columns / ((e * rows.unsqueeze(-1)).sum(-2) * columns + eps)
+    return cells * rows.unsqueeze(-1) * columns.unsqueeze(-2)
+
+
+def mixes(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rounds: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> Mixes:
+    """pre [T, hc], post [T, hc], comb [T, hc, hc] fp32 of `streams` [T, hc, H].
+
+    In training on a GPU the product with `fn` is a bf16 one: a third of the memory traffic.
+    """
+    hc = streams.shape[1]
+    flat = streams.flatten(1)
+    inverse = torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + norm_eps)
+    product = (
+        F.linear(flat, fn.to(torch.bfloat16)).float()
+        if flat.is_cuda and torch.is_grad_enabled()
+        else F.linear(flat.float(), fn)
+    )
+    m = product * inverse
+    pre = torch.sigmoid(m[:, :hc] * scale[0] + base[:hc]) + hc_eps
+    post = 2 * torch.sigmoid(m[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
+    comb = (m[:, 2 * hc :] * scale[2] + base[2 * hc :]).unflatten(-1, (hc, hc))
+    return pre, post, sinkhorn(comb, rounds, hc_eps)
+
+
+def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """bf16 [T, H]: the streams mixed by `pre`."""
+    total = sum(pre[:, i, None] * streams[:, i].float() for i in range(streams.shape[1]))
+    return total.to(torch.bfloat16)
+
+
+def write_back(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    """bf16 streams after a sublayer: S'_j = post_j y + sum_i comb_ij S_i."""
+    kept = sum(
+        comb[:, i, :, None] * streams[:, i, None, :].float() for i in range(streams.shape[1])
+    )
+    return (post[:, :, None] * y[:, None, :].float() + kept).to(torch.bfloat16)
+
+
+@fused
+def enter(
+    streams: torch.Tensor,
+    pre: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    rounds: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A sublayer's input (collapsed by the mix handed down) and its own three mixes."""
+    own_pre, post, comb = mixes(streams, fn, base, scale, rounds, hc_eps, norm_eps)
+    return rms_norm(collapse(streams, pre), norm, norm_eps), own_pre, post, comb
+
+
+leave = fused(write_back)

@@ -1,0 +1,191 @@
+"""`python -m tools.train.train`: train one model on prepared data.
+
+Owns the loop: batches in a fixed order, one step, a line of JSON every few steps, and at the end the
+held-out loss and what is worth keeping (a checkpoint, or the twin's figures alone).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from torch import nn
+
+from protocol.config import ModelConfig
+from tools.train import tokens
+from tools.train.checkpoint import store
+from tools.train.demo_config import parse, without_engram
+from tools.train.dense import Dense, active_parameters
+from tools.train.draft import Draft, draft_loss
+from tools.train.evaluate import bits_per_byte
+from tools.train.model import Model, losses
+from tools.train.ngrams import ngram_hash
+from tools.train.optimizer import optimizers, schedule
+from tools.train.writer import write_checkpoint
+
+WARMUP = 60
+ANCHORS = 8
+BALANCE_SPEED = 1e-2
+LOG_EVERY = 20
+
+
+class Run:
+    """One model in training: `step` takes a batch and gives figures worth logging."""
+
+    def __init__(self, kind: str, config: ModelConfig, data: Path, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.draft: Draft | None = None
+        self.model: nn.Module
+        if kind == "dense":
+            self.model = Dense(config).to(device)
+        else:
+            self.model = Model(config, ngram_hash(data, config)).to(device)
+            self.draft = Draft(config).to(device)
+        self.parts = [part for part in (self.model, self.draft) if part is not None]
+        self.optimizers = optimizers(*self.parts)
+        self.random = np.random.default_rng(7)
+
+    def step(self, batch: torch.Tensor, factor: float, balance: float) -> dict[str, torch.Tensor]:
+        """One step over int64 [B, S + 1] at `factor` of the full rates and `balance` of the full
+        balancing speed; the figures stay on the device."""
+        inputs, wanted = batch[:, :-1], batch[:, 1:]
+        figures: dict[str, torch.Tensor] = {}
+        if isinstance(self.model, Dense):
+            hidden = self.model(inputs)
+            extra = hidden.new_zeros((), dtype=torch.float32)
+        else:
+            done = self.model(inputs)
+            hidden, extra = done.hidden, done.index_loss
+            figures["index_loss"] = done.index_loss.detach()
+            if self.draft is not None:
+                anchors = self._anchors(inputs.shape[1])
+                logits, sure = self.draft(self.model, done, batch, anchors)
+                of_draft, right = draft_loss(logits, sure, batch, anchors)
+                extra = extra + of_draft
+                figures["drafts_right"] = right
+        loss = losses(hidden.flatten(0, 1), self.model.head.weight, wanted.flatten()).mean()
+        (loss + extra).backward()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["full_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._balance(balance, figures)
+        return {"loss": loss.detach(), **figures}
+
+    def _anchors(self, length: int) -> torch.Tensor:
+        """Positions of draft blocks that end inside the batch, ascending."""
+        last = length - self.config.dspark_block_size - 1
+        chosen = np.sort(self.random.choice(last, min(ANCHORS, last), replace=False))
+        return torch.from_numpy(chosen).to(self.device)
+
+    def _balance(self, speed: float, figures: dict[str, torch.Tensor]) -> None:
+        moes = [moe for part in self.parts if hasattr(part, "moes") for moe in part.moes()]
+        for moe in moes:
+            moe.balance(BALANCE_SPEED * max(speed, 0.03))
+        loads = [moe.load for moe in moes if moe.count == self.config.n_routed_experts]
+        if loads:
+            shares = torch.stack(loads) * self.config.n_routed_experts
+            figures["least_share"], figures["most_share"] = shares.min(), shares.max()
+            figures["dropped"] = (shares - moes[0].capacity).clamp_min(0).mean()
+
+
+def train(
+    run: Run, data: Path, log: Path, steps: int, sequences: int, length: int, seed: int
+) -> dict[str, Any]:
+    """Run all steps; gives tokens, seconds, and writes a line of JSON to `log` now and then."""
+    stream = tokens.load(data / "train.tokens.xz")
+    source = tokens.batches(stream, sequences, length, run.config.bos_token_id, seed)
+    start = time.perf_counter()
+    with log.open("w", encoding="utf-8") as out:
+        for step in range(steps):
+            batch = torch.from_numpy(next(source)).to(run.device, non_blocking=True)
+            figures = run.step(batch, schedule(step, steps, WARMUP), schedule(step, steps, 1))
+            if step % LOG_EVERY == 0 or step == steps - 1:
+                line = {"step": step, "tokens": (step + 1) * sequences * length}
+                line.update({name: _rounded(value) for name, value in figures.items()})
+                line["seconds"] = round(time.perf_counter() - start, 2)
+                out.write(json.dumps(line) + "\n")
+                out.flush()
+    return {
+        "tokens": steps * sequences * length,
+        "epochs": steps * sequences * length / len(stream),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _rounded(value: torch.Tensor) -> Any:
+    return json.loads(json.dumps(value.tolist()), parse_float=lambda text: round(float(text), 5))
+
+
+def _use_compile_cache(path: Path | None) -> None:
+    torch._dynamo.config.recompile_limit = 64
+    if path is not None and path.is_file():
+        torch.compiler.load_cache_artifacts(path.read_bytes())
+
+
+def _save_compile_cache(path: Path | None) -> None:
+    if path is not None and not path.is_file():
+        artifacts = torch.compiler.save_cache_artifacts()
+        if artifacts is not None:
+            path.write_bytes(artifacts[0])
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--data", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--model", "kind", type=click.Choice(["full", "no-engram", "dense"]), default="full")
+@click.option("--steps", type=int, required=True)
+@click.option("--sequences", type=int, default=64, show_default=True, help="Sequences a step.")
+@click.option("--length", type=int, default=512, show_default=True, help="Tokens a sequence.")
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--device", default="cuda", show_default=True)
+@click.option("--compile-cache", type=click.Path(path_type=Path), help="Reused or written.")
+def main(
+    data: Path,
+    out: Path,
+    kind: str,
+    steps: int,
+    sequences: int,
+    length: int,
+    seed: int,
+    device: str,
+    compile_cache: Path | None,
+) -> None:
+    _use_compile_cache(compile_cache)
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    top = json.loads((data / "config.json").read_bytes())
+    if kind == "no-engram":
+        top = without_engram(top)
+    config = parse(top)
+    run = Run(kind, config, data, torch.device(device))
+    out.mkdir(parents=True, exist_ok=True)
+    result = train(run, data, out / f"{kind}.log.jsonl", steps, sequences, length, seed)
+    _save_compile_cache(compile_cache)
+    if kind == "full":
+        checkpoint = out / "checkpoint"
+        write_checkpoint(checkpoint, top, data, store(config, *run.parts))
+    result.update(
+        model=kind,
+        steps=steps,
+        sequences=sequences,
+        length=length,
+        parameters=sum(p.numel() for part in run.parts for p in part.parameters()),
+        active_parameters=active_parameters(config),
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name() if device == "cuda" else device,
+        held_out=bits_per_byte(run.model, data, length),
+    )
+    (out / f"{kind}.result.json").write_text(json.dumps(result, indent=2) + "\n")
+    click.echo(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
