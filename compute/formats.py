@@ -76,18 +76,25 @@ def act_quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     amax = max(|x|, 1e-4), scale = 2^ceil(log2(amax * fp32(1/448))), code = e4m3(x / scale).
     """
-    groups = _grouped(x.float(), GROUP)
-    amax = groups.abs().amax(-1, keepdim=True).clamp_min_(1e-4)
-    scale = _power_of_two_above(amax.mul_(scalar(1 / E4M3_MAX)))
-    codes = (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes, scale = _quantize_groups(x)
     return codes.flatten(-2), scale.squeeze(-1)
 
 
 def round_trip_fp8(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """bf16 `x` [..., K] quantized by `act_quant` and dequantized again, exact in bf16 and fp32."""
-    codes, scale = act_quant(x)
-    groups = _grouped(codes.float(), GROUP)
-    return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    codes, scale = _quantize_groups(x)
+    return codes.float().mul_(scale).view(x.shape).to(dtype)
+
+
+def _quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`act_quant` with the groups kept apart: codes [..., K/32, 32], scales [..., K/32, 1]."""
+    groups = _grouped(x.float(), GROUP)
+    amax = torch.linalg.vector_norm(groups, torch.inf, -1, keepdim=True).clamp_min_(1e-4)
+    # 448 is 1.75 * 2^8: the exponent less 8, and one more where the mantissa is above 1.75. No
+    # quotient of a bf16 number exceeds 448 then, so the reference's clamp has nothing to do.
+    bits = amax.view(torch.int32) + scalar(0x001FFFFF - (8 << 23), torch.int32)
+    scale = bits.bitwise_and_(scalar(0x7F800000, torch.int32)).view(torch.float32)
+    return (groups / scale).to(torch.float8_e4m3fn), scale
 
 
 def round_trip_fp4_index(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from compute.layers import head, hyper_connections
 from compute.layers.attention import Attention, Chunk, Observer
 from compute.layers.engram import engram_add, engram_key_value, engram_rows
 from compute.layers.hyper_connections import Mixes, collapse, first_mix, write_back
+from compute.layers.linear import quantized
 from compute.layers.moe import Routing, route, routed_experts, shared_expert
 from compute.layers.norm import rms_norm
 from compute.predictor import predict
@@ -236,8 +237,9 @@ class Model:
         try:
             arriving = self._experts.fetch(layer, needed)
             # The shared expert is computed while what is missing lands.
-            shared = shared_expert(x, self._weights.layers[layer].shared, limit)
-            routed = routed_experts(x, routing, picks, arriving, limit)
+            operand = quantized(x)
+            shared = shared_expert(operand, self._weights.layers[layer].shared, limit)
+            routed = routed_experts(operand, routing, picks, arriving, limit)
         finally:
             self._experts.release()
         y = routed.add_(shared).to(torch.bfloat16)

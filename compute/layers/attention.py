@@ -14,7 +14,7 @@ import torch
 from compute.formats import round_trip_fp8
 from compute.layers.compressor import Compressor
 from compute.layers.indexer import Choice, Indexer, rows_of_blocks
-from compute.layers.linear import linear_fp8
+from compute.layers.linear import linear_fp8, linear_quantized, quantized
 from compute.layers.norm import rms_norm
 from compute.rope import Rope, Rotation, rotate_tail
 from compute.sequence import SequenceState
@@ -162,7 +162,8 @@ class Attention:
         turn = chunk.plain if self._source is None else chunk.yarn
         low_rank = linear_fp8(x, weights.wq_a_wkv)
         latent = rms_norm(low_rank[:, : config.q_lora_rank], weights.q_norm, eps)
-        queries = linear_fp8(latent, weights.wq_b).view(len(x), -1, config.head_dim)
+        latent = quantized(latent)
+        queries = linear_quantized(latent, weights.wq_b).view(len(x), -1, config.head_dim)
         queries = rotate_tail(queries, turn)
         own = rms_norm(low_rank[:, config.q_lora_rank :], weights.kv_norm, eps)
         own = round_trip_fp8(rotate_tail(own, turn))

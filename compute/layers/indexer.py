@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from compute.formats import round_trip_fp4_index
-from compute.layers.linear import linear, linear_fp8
+from compute.layers.linear import linear, linear_quantized
 from compute.rope import Rotation, rotate_tail
 from compute.weights import IndexerWeights
 from protocol.config import ModelConfig
@@ -36,10 +36,10 @@ class Choice:
 def index_queries(latent: torch.Tensor, weights: IndexerWeights, turn: Rotation) -> torch.Tensor:
     """bf16 [T, heads, index_head_dim] of query latents, rotated and on the fp4 grid.
 
-    `latent` bf16 [T, q_lora_rank].
+    `latent` [T, q_lora_rank] is `quantized`.
     """
     heads = weights.weights_proj.shape[0]
-    queries = linear_fp8(latent, weights.wq_b).view(len(latent), heads, -1)
+    queries = linear_quantized(latent, weights.wq_b).view(len(latent), heads, -1)
     return round_trip_fp4_index(rotate_tail(queries, turn))
 
 
@@ -116,7 +116,7 @@ class Indexer:
         blocks: torch.Tensor | None,
         observe: Callable[[torch.Tensor], None] | None = None,
     ) -> Choice:
-        """The choice for queries `x` bf16 [T, D], `latent` [T, q_lora_rank], `visible` int64 [T].
+        """The choice for T queries: bf16 `x` [T, D], quantized `latent`, `visible` rows [T].
 
         `keys` bf16 [n, index_head_dim]; `blocks` restricts the choice to earlier candidates.
         `observe` is shown the scores that enter the choice, bf16 [.., n], in pieces of queries: at

@@ -32,7 +32,17 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 def linear_fp8(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     """bf16 [..., N] = bf16 `x` [..., K], quantized in groups of 32, times an fp8 weight."""
-    return linear(round_trip_fp8(x, weight.values.dtype), weight.values)
+    return linear_quantized(quantized(x), weight)
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    """bf16 `x` on the fp8 grid as an operand, for products that share their input."""
+    return round_trip_fp8(x, product_dtype(x.device))
+
+
+def linear_quantized(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """`linear_fp8` of an `x` that `quantized` made."""
+    return linear(x, weight.values)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from compute.formats import dequantize_fp4_weight, round_trip_fp8
-from compute.layers.linear import linear, linear_fp8, product_dtype
+from compute.formats import dequantize_fp4_weight
+from compute.layers.linear import linear, linear_fp8, linear_quantized, quantized
 from compute.sources import ExpertBytes
 from compute.weights import GateWeights, SharedExpertWeights
 
@@ -52,26 +52,25 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def expert_product(
-    quantized: torch.Tensor, weight: torch.Tensor, expert: ExpertBytes, limit: float
+    x: torch.Tensor, weight: torch.Tensor, expert: ExpertBytes, limit: float
 ) -> torch.Tensor:
     """bf16 [n, D] of one fp4 expert; the routing `weight` fp32 [n] multiplies before w2.
 
-    `quantized` [n, D] is on the grid of `round_trip_fp8` already: a token's picks share it.
+    `x` [n, D] is `quantized` already: a token's picks share it.
     """
-    dtype = quantized.dtype
 
-    def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return linear(x, dequantize_fp4_weight(packed, scales).to(dtype))
+    def product(by: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return linear(by, dequantize_fp4_weight(packed, scales).to(by.dtype))
 
-    gate = product(quantized, expert.w1, expert.w1_scale)
-    up = product(quantized, expert.w3, expert.w3_scale)
+    gate = product(x, expert.w1, expert.w1_scale)
+    up = product(x, expert.w3, expert.w3_scale)
     inner = (swiglu(gate, up, limit) * weight.unsqueeze(-1)).to(torch.bfloat16)
-    return product(round_trip_fp8(inner, dtype), expert.w2, expert.w2_scale)
+    return product(quantized(inner), expert.w2, expert.w2_scale)
 
 
 def shared_expert(x: torch.Tensor, weights: SharedExpertWeights, limit: float) -> torch.Tensor:
-    """bf16 [T, D] of the expert every token takes; no routing weight."""
-    gate, up = linear_fp8(x, weights.w1_w3).chunk(2, -1)
+    """bf16 [T, D] of the expert every token takes, without a routing weight; `x` is quantized."""
+    gate, up = linear_quantized(x, weights.w1_w3).chunk(2, -1)
     return linear_fp8(swiglu(gate, up, limit).to(torch.bfloat16), weights.w2)
 
 
@@ -84,7 +83,8 @@ def routed_experts(
 ) -> torch.Tensor:
     """fp32 [T, D]: for each token its picks' outputs, added in ascending expert id.
 
-    `picks` is `routing.picks` on the host; `arriving` yields each expert in it once, in any order.
+    `x` [T, D] is `quantized`; `picks` is `routing.picks` on the host; `arriving` yields
+    each expert in it once, in any order.
     """
     count, k = routing.picks.shape
     tokens_of: dict[int, list[int]] = {}
@@ -94,12 +94,11 @@ def routed_experts(
             tokens_of.setdefault(expert, []).append(token)
             places_of.setdefault(expert, []).append(token * k + place)
     weights = routing.weights.gather(1, routing.picks.argsort(-1)).flatten()
-    quantized = round_trip_fp8(x, product_dtype(x.device))
-    outputs = x.new_empty(count * k, x.shape[1])
+    outputs = torch.empty(count * k, x.shape[1], dtype=torch.bfloat16, device=x.device)
     for expert, held in arriving:
         tokens = torch.tensor(tokens_of[expert], device=x.device)
         places = torch.tensor(places_of[expert], device=x.device)
-        rows, weight = quantized.index_select(0, tokens), weights.index_select(0, places)
+        rows, weight = x.index_select(0, tokens), weights.index_select(0, places)
         outputs.index_copy_(0, places, expert_product(rows, weight, held, limit))
     by_token = outputs.view(count, k, -1)
     total = by_token[:, 0].float()

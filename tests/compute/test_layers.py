@@ -10,7 +10,7 @@ import torch
 
 from compute.formats import dequantize_fp4_weight, dequantize_fp8_weight, round_trip_fp8
 from compute.layers import hyper_connections, moe
-from compute.layers.linear import Fp8Weight, linear, linear_fp8
+from compute.layers.linear import Fp8Weight, linear, linear_fp8, quantized
 from compute.layers.norm import rms_norm
 from compute.sources import ExpertBytes
 from compute.weights import GateWeights, SharedExpertWeights
@@ -87,7 +87,7 @@ def test_routed_expert_clamps_and_weighs_before_the_down_projection(index: int) 
         for part in ("weight", "scale")
     ]
     got = moe.expert_product(
-        round_trip_fp8(golden[f"{index}.x"], torch.float32),
+        quantized(golden[f"{index}.x"]),
         golden[f"{index}.route_weight"].float().squeeze(-1),
         ExpertBytes(*parts),
         params["swiglu_limit"],
@@ -105,7 +105,7 @@ def test_shared_expert_equals_the_reference(index: int) -> None:
         for name in ("w1", "w3", "w2")
     )
     weights = SharedExpertWeights(Fp8Weight(torch.cat([w1, w3])), Fp8Weight(w2))
-    got = moe.shared_expert(golden[f"{index}.x"], weights, params["swiglu_limit"])
+    got = moe.shared_expert(quantized(golden[f"{index}.x"]), weights, params["swiglu_limit"])
     assert bf16_steps_apart(got, golden[f"{index}.out"]).max().item() <= 1
 
 
@@ -126,7 +126,9 @@ def test_order_of_arrival_never_shows_in_the_sum() -> None:
     routing = moe.Routing(picks, torch.rand(9, 3, generator=generator) * 100)
     needed = sorted(set(picks.flatten().tolist()))
     results = [
-        moe.routed_experts(x, routing, picks.tolist(), [(e, experts[e]) for e in order], 10.0)
+        moe.routed_experts(
+            quantized(x), routing, picks.tolist(), [(e, experts[e]) for e in order], 10.0
+        )
         for order in (needed, needed[::-1], needed[2:] + needed[:2])
     ]
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -134,6 +136,6 @@ def test_order_of_arrival_never_shows_in_the_sum() -> None:
     want = torch.zeros(64)
     for expert, place in sorted((e, i) for i, e in enumerate(picks[token].tolist())):
         weight = routing.weights[token, place : place + 1]
-        quantized = round_trip_fp8(x[token : token + 1], torch.float32)
-        want += moe.expert_product(quantized, weight, experts[expert], 10.0)[0]
+        row = quantized(x[token : token + 1])
+        want += moe.expert_product(row, weight, experts[expert], 10.0)[0]
     assert torch.equal(results[0][token], want)
