@@ -55,6 +55,9 @@ def plan_memory(
     elif options.cache_bytes is not None:
         slots = options.cache_bytes // slot_bytes
         asked = f"--cache {format_size(options.cache_bytes)} ({slots} slots)"
+    elif options.cache_share is not None:
+        slots = math.ceil(options.cache_share * every)
+        asked = f"--cache {options.cache_share:.0%} ({slots} slots)"
     else:
         room = (available - dense - RESERVE) * DEFAULT_SHARE
         slots = max(least, min(math.floor(room / slot_bytes), every + in_flight))

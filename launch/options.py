@@ -18,16 +18,17 @@ GIB = 1 << 30
 class GroupOptions:
     """How the process group runs.
 
-    `cache_bytes` and `slots` size the arena; both None lets memory decide, `slots` wins over
-    `cache_bytes`. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused where the
-    machine does not allow it) or `off`. `predict` experts of the next layer are published and at
-    most `predicted_in_flight` are read ahead at once; 0 turns prefetch off.
+    `slots`, `cache_bytes` or `cache_share` (of all experts) size the arena, the first one given;
+    none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
+    where the machine does not allow it) or `off`. `predict` experts of the next layer are published
+    and at most `predicted_in_flight` are read ahead at once; 0 turns prefetch off.
     """
 
     checkpoint: Path
     device: str = "auto"
     readers: int = 4
     cache_bytes: int | None = None
+    cache_share: float | None = None
     slots: int | None = None
     pin: str = "auto"
     direct: bool = True
@@ -98,6 +99,12 @@ def parse_size(text: str) -> int:
     if matched is None or matched[2] not in _UNITS:
         raise UsageError(f"{text!r} is not a size; write it like 64GiB, 500MB or 1048576")
     return int(float(matched[1]) * _UNITS[matched[2]])
+
+
+def parse_cache(text: str) -> tuple[int | None, float | None]:
+    """(bytes, None) for a size or (None, share) for a percentage; raises UsageError."""
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    return (None, float(matched[1]) / 100) if matched else (parse_size(text), None)
 
 
 def format_size(count: float) -> str:

@@ -1,0 +1,70 @@
+"""The command line: every command's options, and what every command does with an error.
+
+Promises: a HeadraceError is one line on stderr and its exit code; Ctrl-C is 130 and SIGTERM 143;
+text goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import click
+
+from launch.check import check_command
+from launch.generate import generate_command
+from launch.synth.command import synth_command
+from protocol.errors import HeadraceError
+from protocol.lifecycle import DEBUG_VARIABLE, describe
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="headrace")
+def cli() -> None:
+    """Run DeepSeek-V4.1 Flash on one machine by streaming its experts from disk.
+
+    \b
+    headrace check DIR                         is this checkpoint whole, and what does it need?
+    headrace generate DIR --prompt "Hello"     read the model's answer
+    headrace synth DIR --preset wide           a random checkpoint to try real widths with
+    headrace bench io DIR                      how fast this disk feeds the engine
+    """
+
+
+@cli.group()
+def bench() -> None:
+    """Measure this machine; each benchmark compares two ways side by side in one run."""
+
+
+cli.add_command(check_command)
+cli.add_command(generate_command)
+cli.add_command(synth_command)
+
+
+def main() -> None:
+    """Entry point of `headrace` and of launch.py; never returns."""
+    try:
+        cli.main(standalone_mode=False)
+    except HeadraceError as error:
+        click.echo(f"headrace: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of the text has gone, as `| head` does; a flush at exit would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exc()
+        click.echo(f"headrace: {describe(error)}", err=True)
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

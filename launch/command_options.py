@@ -1,0 +1,114 @@
+"""The options that every command with a process group takes, and how they become GroupOptions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.options import GroupOptions, parse_cache
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
+
+
+def _option(*names: str, key: str, help: str, **extra: Any) -> Callable[[Any], Any]:
+    return click.option(*names, key, default=_DEFAULTS[key], show_default=True, help=help, **extra)
+
+
+_OPTIONS = (
+    click.option(
+        "--cache",
+        metavar="SIZE",
+        help="Memory for experts: 64GiB, or 25% of all experts.  [default: what memory allows]",
+    ),
+    click.option("--slots", type=int, help="The same as a number of experts; wins over --cache."),
+    _option("--device", key="device", help="cpu, cuda, or auto: the GPU if there is one."),
+    _option("--readers", key="readers", type=int, help="Reader processes."),
+    _option(
+        "--prefetch",
+        key="predicted_in_flight",
+        type=int,
+        metavar="N",
+        help="Predicted experts being read at once; 0 turns prefetch off.",
+    ),
+    _option(
+        "--policy",
+        key="policy",
+        type=click.Choice(["lru", "lru-random"]),
+        help="Which expert gives up its slot.",
+    ),
+    _option(
+        "--chunk-tokens", key="chunk_tokens", type=int, help="Prompt tokens computed in one pass."
+    ),
+    _option(
+        "--max-context", key="max_context", type=int, help="Longest sequence, prompt included."
+    ),
+    _option(
+        "--pin",
+        key="pin",
+        type=click.Choice(["auto", "on", "off"]),
+        help="Lock the expert memory; auto: only where a GPU reads it.",
+    ),
+    _option("--direct/--buffered", key="direct", help="Read with O_DIRECT where it works."),
+    _option("--threads", key="threads", type=int, help="torch threads on the CPU; 0: its own."),
+    _option("--start-timeout", key="start_timeout", type=float, help="Seconds the start may take."),
+    _option(
+        "--stall-timeout",
+        key="stall_timeout",
+        type=float,
+        help="Seconds compute waits for a byte before the request fails.",
+    ),
+    click.option(
+        "--runtime-dir",
+        type=click.Path(path_type=Path),
+        help="Where the sockets' private directory goes.  [default: $XDG_RUNTIME_DIR or /tmp]",
+    ),
+    _option(
+        "--verify-slots",
+        key="verify_slots",
+        is_flag=True,
+        help="For developers: check that no slot changes under compute.",
+    ),
+    _option(
+        "--disk-bandwidth",
+        key="disk_bandwidth",
+        type=float,
+        metavar="BYTES/S",
+        help="For developers: slow the disk down to this.",
+    ),
+    _option(
+        "--disk-latency",
+        key="disk_latency",
+        type=float,
+        metavar="SECONDS",
+        help="For developers: add this to every read.",
+    ),
+    _option(
+        "--reader-faults",
+        key="reader_faults",
+        help="For developers: break reads on purpose, as protocol/faults.py describes.",
+    ),
+    _option(
+        "--engram-faults", key="engram_faults", help="For developers: the same for engram rows."
+    ),
+)
+
+
+def with_group_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options and a DIR argument; the function gets `group: GroupOptions` instead."""
+
+    @functools.wraps(function)
+    def collect(directory: Path, cache: str | None, **arguments: Any) -> Any:
+        names = {field.name for field in fields(GroupOptions)}
+        chosen = {name: arguments.pop(name) for name in list(arguments) if name in names}
+        cache_bytes, cache_share = parse_cache(cache) if cache else (None, None)
+        group = GroupOptions(directory, cache_bytes=cache_bytes, cache_share=cache_share, **chosen)
+        return function(group=group, **arguments)
+
+    for option in reversed(_OPTIONS):
+        collect = option(collect)
+    return click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))(collect)

@@ -1,0 +1,83 @@
+"""Running a process group for a person at a terminal: progress while it starts, signals, log lines.
+
+Promises: Ctrl-C and SIGTERM end everything within two seconds with exit code 130 or 143; what
+children say on stderr is shown under their name; colours and moving lines only on a terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import uvloop
+from rich.console import Console
+
+from launch.group import ProcessGroup
+from launch.options import GroupOptions, format_size
+
+console = Console(stderr=True, highlight=False)
+
+
+def run_foreground(main: Callable[[], Awaitable[None]]) -> None:
+    """Run `main` to its end or to a signal; a signal becomes SystemExit(128 + number)."""
+    received: list[int] = []
+
+    async def guarded() -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal(number: int) -> None:
+            received.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        await main()
+
+    try:
+        uvloop.run(guarded())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise SystemExit(128 + received[0]) from None
+
+
+@asynccontextmanager
+async def running_group(options: GroupOptions) -> AsyncIterator[ProcessGroup]:
+    """A started group, with its start shown as it goes; stopped at the end, whatever happens."""
+    group = ProcessGroup(options, show_line)
+    begin = time.monotonic()
+    with console.status("starting") as status:
+        spoken: set[tuple[str, str]] = set()
+
+        def on_progress(process: str, what: str, fraction: float) -> None:
+            if console.is_terminal:
+                status.update(f"starting: {process}, {what} ({fraction:.0%})")
+            elif (process, what) not in spoken and fraction in (0.0, 1.0):
+                spoken.add((process, what))
+                console.print(f"{process}: {what}")
+
+        await group.start(on_progress)
+    plan = group.plan
+    console.print(
+        f"[dim]ready in {time.monotonic() - begin:.1f} s: {plan.slots} slots for "
+        f"{plan.all_experts} experts ({format_size(plan.arena_bytes)}), "
+        f"{options.readers} readers ({group.facts.get('expert reads', 'unknown')}), "
+        f"{group.facts.get('device', 'unknown device')}[/dim]"
+    )
+    if options.disk_bandwidth or options.disk_latency:
+        console.print("[yellow]the disk is slowed down on purpose; figures are not this machine's")
+    try:
+        yield group
+    finally:
+        await group.stop()
+
+
+def show_line(process: str, line: str) -> None:
+    """A child's line on stderr."""
+    print(f"{process}: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""`headrace generate`: one prompt in, the model's text out, and a short account of the run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.command_options import with_group_options
+from launch.foreground import console, run_foreground, running_group
+from launch.group import ProcessGroup
+from launch.options import GenerateOptions, GroupOptions
+from launch.prompt import chat_prompt, raw_prompt
+from launch.summary import run_figures, run_table
+from protocol.errors import HeadraceError, UsageError
+from protocol.messages import Finished, PrefillProgress, TokenEvent
+
+
+@click.command("generate")
+@with_group_options
+@click.option("--prompt", help="The prompt.  [default: standard input]")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with the prompt.")
+@click.option("--prompt-ids", help="The prompt as token ids, separated by commas; taken as is.")
+@click.option("--chat/--raw", default=True, help="Ask as a user, or continue the text as it is.")
+@click.option("--max-tokens", default=256, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", default=0, show_default=True, help="Choose among this many; 0: all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Choose among this much probability.")
+@click.option("--min-p", default=0.0, show_default=True, help="Least share of the likeliest's.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same text.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; may be given repeatedly.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a trace for ui.perfetto.dev.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
+def generate_command(
+    group: GroupOptions,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompt_ids: str | None,
+    chat: bool,
+    trace: Path | None,
+    json_file: Path | None,
+    **request: Any,
+) -> None:
+    """Generate text from the checkpoint in DIR.
+
+    The text goes to standard output as it comes, everything else to standard error.
+
+    \b
+    headrace generate DIR --prompt "Why is the sky blue?"
+    headrace generate DIR --raw --prompt "Once upon a time" --max-tokens 50
+    headrace generate DIR --cache 64GiB --trace run.json --json run-figures.json < question.txt
+    """
+    for path in (trace, json_file):
+        _check_writable(path)
+    text = _prompt_text(prompt, prompt_file) if prompt_ids is None else ""
+
+    async def main() -> None:
+        async with running_group(replace(group, trace=trace)) as running:
+            if prompt_ids is not None:
+                ids = _parse_ids(prompt_ids)
+            else:
+                ids = (chat_prompt if chat else raw_prompt)(running.tokenizer, running.config, text)
+            options = GenerateOptions(ids, **{**request, "stop": tuple(request["stop"])})
+            await _generate(running, options, trace, json_file)
+
+    run_foreground(main)
+
+
+async def _generate(
+    group: ProcessGroup, options: GenerateOptions, trace: Path | None, json_file: Path | None
+) -> None:
+    parts: list[str] = []
+    finished: Finished | None = None
+    with console.status("reading the prompt") as status:
+        async for event in group.generate(options):
+            match event:
+                case PrefillProgress(_, done, total, _):
+                    status.update(f"reading the prompt: {done} of {total} tokens")
+                case TokenEvent():
+                    status.stop()
+                    _emit(event.text, parts)
+                case Finished():
+                    status.stop()
+                    _emit(event.text, parts)
+                    finished = event
+    assert finished is not None
+    if finished.reason == "error":
+        raise HeadraceError(finished.error)
+    print(flush=True)
+    figures = run_figures("".join(parts), finished, await group.stats())
+    console.print(run_table(figures))
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if trace is not None:
+        count = await group.trace_stop(trace)
+        console.print(f"[dim]{count} trace events in {trace}; open it at ui.perfetto.dev[/dim]")
+
+
+def _emit(text: str, parts: list[str]) -> None:
+    parts.append(text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other; give one")
+    if prompt is not None:
+        text = prompt
+    elif prompt_file is not None:
+        try:
+            text = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{prompt_file}: cannot be read as UTF-8 text ({error})") from None
+    else:
+        text = sys.stdin.read()
+    if not text.strip():
+        raise UsageError("the prompt is empty; give --prompt, --prompt-file or standard input")
+    return text
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UsageError(f"--prompt-ids {text!r}: expected numbers separated by commas") from None
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before minutes of work, not after."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
