@@ -19,7 +19,10 @@ from rich.console import Console
 from launch.group import ProcessGroup
 from launch.options import GroupOptions, format_size
 
-console = Console(stderr=True, highlight=False)
+# A line in a log is one line: only a terminal has a width to wrap at.
+console = Console(
+    stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 160
+)
 
 
 def run_foreground(main: Callable[[], Awaitable[None]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ def generate_command(
     prompt_file: Path | None,
     prompt_ids: str | None,
     chat: bool,
-    trace: Path | None,
     json_file: Path | None,
     **request: Any,
 ) -> None:
@@ -55,25 +53,23 @@ def generate_command(
     headrace generate DIR --raw --prompt "Once upon a time" --max-tokens 50
     headrace generate DIR --cache 64GiB --trace run.json --json run-figures.json < question.txt
     """
-    for path in (trace, json_file):
+    for path in (group.trace, json_file):
         _check_writable(path)
     text = _prompt_text(prompt, prompt_file) if prompt_ids is None else ""
 
     async def main() -> None:
-        async with running_group(replace(group, trace=trace)) as running:
+        async with running_group(group) as running:
             if prompt_ids is not None:
                 ids = _parse_ids(prompt_ids)
             else:
                 ids = (chat_prompt if chat else raw_prompt)(running.tokenizer, running.config, text)
             options = GenerateOptions(ids, **{**request, "stop": tuple(request["stop"])})
-            await _generate(running, options, trace, json_file)
+            await _generate(running, options, json_file)
 
     run_foreground(main)
 
 
-async def _generate(
-    group: ProcessGroup, options: GenerateOptions, trace: Path | None, json_file: Path | None
-) -> None:
+async def _generate(group: ProcessGroup, options: GenerateOptions, json_file: Path | None) -> None:
     parts: list[str] = []
     finished: Finished | None = None
     with console.status("reading the prompt") as status:
@@ -96,6 +92,7 @@ async def _generate(
     console.print(run_table(figures))
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    trace = group.options.trace
     if trace is not None:
         count = await group.trace_stop(trace)
         console.print(f"[dim]{count} trace events in {trace}; open it at ui.perfetto.dev[/dim]")
