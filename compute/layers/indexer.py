@@ -138,8 +138,8 @@ class Indexer:
             elif blocks is not None:
                 allowed = rows_of_blocks(blocks[part], config.candidate_block_size, len(keys))
                 scores.masked_fill_(~allowed, -torch.inf)
-            chosen.append(choose_rows(scores, min(config.index_topk, len(keys))))
             if observe is not None:
                 observe(scores)
+            chosen.append(choose_rows(scores, min(config.index_topk, len(keys))))
         published = torch.cat(kept) if self._is_candidate_source else blocks
         return Choice(torch.cat(chosen), published)
