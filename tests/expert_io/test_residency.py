@@ -1,0 +1,232 @@
+"""What the residency promises, whatever the order of events."""
+
+from __future__ import annotations
+
+import pytest
+
+from expert_io.reads import BACKGROUND, PREDICTED, URGENT
+from protocol import counters
+from tests.expert_io.small_world import PIECES, Chaos, SmallWorld
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_interleaving_breaks_an_invariant(seed: int) -> None:
+    chaos = Chaos(SmallWorld(slots=6 + seed % 8, policy=("lru", "lru-random")[seed % 2]), seed)
+    for _ in range(600):
+        chaos.turn()
+    assert chaos.world.residency.counts[counters.EVICTIONS] > 0, "nothing was put to the test"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_demand_ends_once_events_settle(seed: int) -> None:
+    chaos = Chaos(SmallWorld(slots=7), seed)
+    for _ in range(300):
+        chaos.turn()
+    for demand, (layer, experts) in sorted(chaos.open.items()):
+        for _ in range(50):
+            chaos.world.residency.demand(demand, layer, sorted(experts))
+            chaos.let_go()
+            for reader in list(chaos.world.held):
+                while chaos.world.held[reader]:
+                    chaos.world.finish(reader)
+            chaos.world.read_all()
+        assert all(chaos.world.slot_of((layer, e)) is not None for e in experts)
+        del chaos.open[demand]
+        chaos.world.done_with(demand)
+
+
+def test_a_demanded_expert_lands_and_is_announced_once() -> None:
+    world = SmallWorld()
+    assert world.residency.demand(1, 0, [4, 5]) == []
+    assert sorted(world.read_all()) == [(1, 4), (1, 5)]
+    assert world.residency.demand(1, 0, [4, 5]) == [4, 5], "a repeated demand is answered"
+    assert world.residency.counts[counters.READS_URGENT] == 2
+
+
+def test_a_demand_for_what_is_in_flight_waits_for_that_read_and_hurries_it() -> None:
+    world = SmallWorld()
+    world.residency.hint(0, 0, [], 1, [7])
+    first = world.take_order()
+    assert first is not None and first.read.lane == PREDICTED
+    world.residency.demand(1, 1, [7])
+    assert first.read.lane == URGENT
+    world.finish()
+    landed = world.read_all()
+    assert landed == [(1, 7)]
+    assert world.residency.counts[counters.PREDICTED_LATE] == 1
+    assert world.residency.counts[counters.READ_BYTES] == PIECES * 4096, "read once"
+
+
+def test_urgent_pieces_overtake_predicted_ones_already_begun() -> None:
+    world = SmallWorld()
+    world.residency.hint(0, 0, [], 1, [7])
+    begun = world.take_order()
+    world.residency.demand(1, 0, [3])
+    following = world.take_order(reader=1)
+    assert begun is not None and following is not None
+    assert following.read.key == (0, 3)
+
+
+def test_predictions_in_flight_are_bounded() -> None:
+    world = SmallWorld(predicted_in_flight=2)
+    world.residency.hint(0, 0, [], 1, [1, 2, 3, 4])
+    keys = set()
+    for reader in range(8):
+        order = world.take_order(reader)
+        if order is not None:
+            keys.add(order.read.key)
+    assert keys == {(1, 1), (1, 2)}
+
+
+def test_predictions_are_dropped_when_their_layer_has_been_routed() -> None:
+    world = SmallWorld(predicted_in_flight=1)
+    world.residency.hint(0, 0, [], 1, [1, 2, 3])
+    assert world.take_order() is not None
+    world.residency.hint(0, 1, [5], 2, [])
+    assert world.residency.counts[counters.PREDICTED_DROPPED] == 2
+    world.finish()
+    assert world.take_order() is None, "the rest of a given-up read is not read"
+    assert world.residency.queue.reads == {}
+    assert world.slot_of((1, 1)) is None
+
+
+def test_an_early_prediction_counts_as_used_when_its_layer_picks_it() -> None:
+    world = SmallWorld()
+    world.residency.hint(0, 0, [], 1, [1, 2])
+    world.read_all()
+    world.residency.hint(0, 1, [1, 3], 2, [])
+    assert world.residency.counts[counters.PREDICTED_ISSUED] == 2
+    assert world.residency.counts[counters.PREDICTED_USED] == 1
+
+
+def test_a_prediction_never_evicts_what_the_last_step_used() -> None:
+    world = SmallWorld(slots=6, reserve=1, predicted_in_flight=2)
+    world.residency.hint(5, 0, [], 1, [])
+    world.residency.demand(1, 0, [0, 1, 2, 3, 4])
+    world.read_all()
+    world.done_with(1)
+    for epoch in range(3):
+        world.bump_epoch()
+        world.residency.hint(5, 0, [0, 1, 2, 3, 4], 1, [5 + epoch])
+        assert world.read_all() == []
+    assert all(world.slot_of((0, e)) is not None for e in range(5))
+    world.residency.hint(8, 0, [], 1, [7])
+    world.read_all()
+    world.bump_epoch()
+    world.read_all()
+    assert world.slot_of((1, 7)) is not None, "what three steps left unused gives way"
+
+
+def test_harmful_evictions_are_counted() -> None:
+    world = SmallWorld(slots=4, reserve=1, predicted_in_flight=1)
+    world.residency.demand(1, 0, [0, 1, 2])
+    world.read_all()
+    world.done_with(1)
+    world.residency.hint(9, 0, [1, 2], 1, [7])
+    world.read_all()
+    world.bump_epoch()
+    world.read_all()
+    assert world.slot_of((1, 7)) is not None and world.slot_of((0, 0)) is None
+    world.residency.demand(2, 0, [0])
+    assert world.residency.counts[counters.HARMFUL_EVICTIONS] == 1
+
+
+def test_a_miss_finds_a_reserved_slot_without_waiting_for_the_epoch() -> None:
+    world = SmallWorld(slots=8, reserve=2)
+    for demand in range(1, 5):
+        world.residency.demand(demand, demand % 3, [demand, demand + 1])
+        world.read_all()
+        world.done_with(demand)
+        world.bump_epoch()
+    world.residency.demand(9, 2, [7, 6])
+    assert sorted(world.read_all()) == [(9, 6), (9, 7)]
+
+
+def test_a_retired_slot_is_not_reused_before_compute_lets_go() -> None:
+    world = SmallWorld(slots=3, reserve=1)
+    world.residency.demand(1, 0, [0, 1])
+    world.read_all()
+    world.done_with(1)
+    before = world.directory.generation.copy()
+    world.residency.demand(2, 1, [0, 1])
+    world.read_all()
+    seen = [slot for slot in range(3) if world.directory.generation[slot] != before[slot]]
+    assert len(seen) <= 1, "only the free slot may be written before the epoch moves"
+    world.bump_epoch()
+    world.read_all()
+    world.bump_epoch()
+    world.read_all()
+    assert world.slot_of((1, 0)) is not None and world.slot_of((1, 1)) is not None
+
+
+def test_open_demands_are_not_evicted_by_later_ones() -> None:
+    world = SmallWorld(slots=6, reserve=1)
+    world.residency.demand(1, 0, [0, 1])
+    world.read_all()
+    world.residency.demand(2, 1, [2, 3, 4, 5])
+    for _ in range(4):
+        world.bump_epoch()
+        world.read_all()
+    assert world.slot_of((0, 0)) is not None and world.slot_of((0, 1)) is not None
+    assert world.residency.blocked or world.residency.queue.depth == 0
+
+
+def test_a_failed_read_frees_its_slot_and_can_be_tried_again() -> None:
+    world = SmallWorld(slots=4)
+    world.residency.demand(1, 0, [3])
+    order = world.take_order()
+    assert order is not None
+    outcome = world.fail("shard: EIO at 0")
+    assert outcome.failed == [(1, 3, "shard: EIO at 0")]
+    assert world.residency.slots.free == 4 and world.slot_of((0, 3)) is None
+    world.done_with(1)
+    world.residency.demand(2, 0, [3])
+    assert world.read_all() == [(2, 3)]
+
+
+def test_a_failing_piece_waits_for_the_pieces_other_readers_still_write() -> None:
+    world = SmallWorld(slots=4)
+    world.residency.demand(1, 0, [3])
+    first, second = world.take_order(0), world.take_order(1)
+    assert first is not None and second is not None
+    assert world.residency.failed(first.number, 0, "EIO").failed == []
+    assert world.residency.slots.free == 3, "reader 1 may still write there"
+    assert world.residency.done(second.number, 1).failed == [(1, 3, "EIO")]
+    assert world.residency.slots.free == 4
+
+
+def test_a_dead_readers_orders_go_out_again_and_its_late_answers_are_ignored() -> None:
+    world = SmallWorld()
+    world.residency.demand(1, 0, [3])
+    lost = world.take_order(reader=0)
+    assert lost is not None
+    world.lose_reader(0)
+    again = world.take_order(reader=1)
+    assert again is not None and again.piece == lost.piece and again.number != lost.number
+    assert world.residency.done(lost.number, 0).landed == []
+    assert world.residency.done(again.number, 0).landed == [], "not this reader's order"
+    world.finish(reader=1)
+    assert world.read_all() == [(1, 3)]
+
+
+def test_background_reads_use_only_free_slots_and_come_last() -> None:
+    world = SmallWorld(slots=5, reserve=2)
+    world.residency.warm([(0, e) for e in range(8)])
+    world.residency.demand(1, 1, [1])
+    first = world.take_order()
+    assert first is not None and first.read.lane == URGENT
+    world.finish()
+    world.read_all()
+    assert world.residency.counts[counters.EVICTIONS] == 0
+    assert world.residency.counts[counters.READS_BACKGROUND] == 2
+    assert all(read.lane == BACKGROUND for read in world.residency.queue.reads.values())
+
+
+def test_abandoned_demands_stop_what_has_not_begun() -> None:
+    world = SmallWorld()
+    world.residency.demand(1, 0, [1, 2, 3])
+    assert world.take_order() is not None
+    world.done_with(1)
+    world.finish()
+    world.read_all()
+    assert world.residency.counts[counters.READS_URGENT] == 1
