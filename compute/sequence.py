@@ -79,6 +79,7 @@ class SequenceState:
         """Bytes of the rows held, without the room kept for growth."""
         return sum(part.nbytes for part in self._tensors().values())
 
+    @torch.inference_mode()
     def snapshot(self) -> dict[str, torch.Tensor | int]:
         """A copy of everything, as plain tensors and ints, unaffected by later passes."""
         copy: dict[str, torch.Tensor | int] = {
@@ -88,6 +89,7 @@ class SequenceState:
         copy["last_key_source"] = -1 if self.last_key_source is None else self.last_key_source
         return copy
 
+    @torch.inference_mode()
     def restore(self, snapshot: Snapshot) -> None:
         """Become what `snapshot()` of a state of the same model saw; the snapshot stays valid."""
         tensors = {k: v for k, v in snapshot.items() if isinstance(v, torch.Tensor)}

@@ -13,14 +13,15 @@ from functools import cache
 import torch
 
 from compute.layers.attention import Chunk
+from compute.layers.hyper_connections import first_mix
 from compute.sequence import SequenceState
 from tests.golden.cases import case
 from tests.golden.harness import (
+    CPU,
     Capture,
     Mini,
     config,
     golden_ties,
-    ngram_hash,
 )
 
 
@@ -151,11 +152,12 @@ class StageRun:
         self._prefix, self._rows = phase, rows
         model, chunks = self._mini.model, [self._mini.model.chunk(begin, count) for _ in states]
         tokens = self._tokens[begin : begin + count].tolist()
-        history = self._tokens[max(begin - ngram_hash().reach, 0) : begin].tolist()
-        ids = torch.from_numpy(ngram_hash().rows(tokens, history))
-        self._add("hash ids", 0, ids.transpose(0, 1), self._want("hash_ids"), EXACT)
-        streams, pre = self._want("layers.0.stream_in"), torch.tensor([[1.0, 0, 0, 0]] * count)
+        reach = config().engram_max_ngram_size - 1
+        history = self._tokens[max(begin - reach, 0) : begin].tolist()
         ticket = self._mini.engram.request(begin, tokens, history)
+        ids = self._mini.engram.open[ticket].transpose(0, 1)
+        self._add("hash ids", 0, ids, self._want("hash_ids"), EXACT)
+        streams, pre = self._want("layers.0.stream_in"), first_mix(count, config().hc_mult, CPU)
         for layer in range(config().num_hidden_layers):
             self._capture.clear()
             if layer in config().engram_layer_ids:

@@ -44,8 +44,9 @@ def test_a_chunk_boundary_shows_in_window_compressed_rows_or_index_keys(
         got = held[part]
         if isinstance(want, torch.Tensor):
             assert isinstance(got, torch.Tensor) and got.shape == want.shape, part
-            # Sums over another number of rows may differ in their last bit.
-            assert float((got.float() - want.float()).abs().gt(2e-3).float().mean()) == 0, part
+            # Sums over another number of rows may differ in their last bit, rarely a rounded one.
+            different = (got.float() - want.float()).abs() > 1e-5
+            assert int(different.sum()) <= want.numel() / 1000, part
         else:
             assert got == want, part
     assert float((pieces != whole).float().mean()) <= 1e-3
