@@ -1,0 +1,241 @@
+"""The expert side of the group alone: service and readers, with compute's part left to the caller.
+
+For benchmarks and tests that measure or break reading without a model. Synchronous: the caller is
+both supervisor and compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import zmq
+
+from expert_io.slices import SliceMap
+from launch.child import Child, spawn_child
+from launch.runtime_directory import RuntimeDirectory
+from protocol.config import ModelConfig
+from protocol.errors import ProcessDied, StallError
+from protocol.layouts import ABSENT, Arena, Directory, Progress, full_fence
+from protocol.messages import (
+    Demand,
+    DemandFailed,
+    Hello,
+    Hint,
+    Landed,
+    Loading,
+    ReaderStuck,
+    Ready,
+    StatsReply,
+    StatsRequest,
+    Stop,
+    TraceStopped,
+)
+from protocol.shards import Shards
+from protocol.specs import ExpertServiceSpec, ReaderSpec
+from protocol.transport import Channel
+from protocol.wire import Message
+
+TIMEOUT_S = 30.0
+M = TypeVar("M", bound=Message)
+
+
+class ExpertGroup:
+    """Use as a context manager; on entry service and readers are ready for demands."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        slots: int,
+        readers: int = 2,
+        reserve: int = 2,
+        piece_bytes: int = 4 << 20,
+        predicted_in_flight: int = 2,
+        order_timeout: float = 20.0,
+        policy: str = "lru-random",
+        direct: bool = True,
+        faults: str = "",
+        latency: float = 0.0,
+        warm: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = ModelConfig.load(checkpoint)
+        self.slices = SliceMap.build(self.config, Shards.open(checkpoint, self.config), piece_bytes)
+        self.readers, self.direct = readers, direct
+        self.faults, self.latency = faults, latency
+        self.piece_bytes, self.predicted_in_flight, self.reserve = (
+            piece_bytes,
+            predicted_in_flight,
+            reserve,
+        )
+        self.order_timeout, self.policy = order_timeout, policy
+        self._warm = [layer << 16 | expert for layer, expert in warm]
+        self._slots = slots
+        self.children: dict[str, Child] = {}
+        self.demands = 0
+
+    def __enter__(self) -> Self:
+        self._runtime = RuntimeDirectory.create()
+        self.endpoints = self._runtime.endpoints
+        self.arena = Arena.create(slots=self._slots, slot_bytes=self.slices.slot_bytes)
+        self.directory = Directory.create(
+            layers=self.config.num_hidden_layers,
+            experts=self.config.n_routed_experts,
+            slots=self._slots,
+        )
+        self.progress = Progress.create(words_count=Progress.COUNT)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        accepts = (Hello, Loading, Ready, ReaderStuck, StatsReply, TraceStopped)
+        self.control = Channel.bind(self.context, self.endpoints.control, accepts)
+        try:
+            self._start_service()
+            for reader in range(self.readers):
+                self.start_reader(reader)
+            waiting = set(self.children)
+            while waiting:
+                waiting.discard(self.hear(Ready).process)
+            self.compute = Channel.connect(
+                self.context, self.endpoints.experts, "compute", (Landed, DemandFailed)
+            )
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self.children.values():
+            child.kill()
+            child.reap()
+        self.control.close()
+        self.context.destroy(linger=0)
+        self._runtime.remove()
+        for region in (self.arena, self.directory, self.progress):
+            region.close()
+
+    # --- the supervisor's part --------------------------------------------------------------------
+
+    def start_reader(self, reader: int, incarnation: int = 0, faults: str | None = None) -> None:
+        """Start a reader, or its replacement under a higher incarnation."""
+        spec = ReaderSpec(
+            reader,
+            incarnation,
+            self.readers,
+            self.endpoints.control,
+            self.endpoints.readers,
+            [str(path) for path in self.slices.files],
+            self.arena.fd,
+            self.direct,
+            0.0,
+            self.latency,
+            self.faults if faults is None else faults,
+            "",
+        )
+        name = f"reader-{reader}"
+        self.children[name] = spawn_child("expert_io.reader", spec, (self.arena.fd,), name)
+
+    def bury(self, name: str) -> int:
+        """Wait for a child that was killed; its exit code."""
+        return self.children.pop(name).reap()
+
+    def hear(self, kind: type[M], timeout: float = TIMEOUT_S) -> M:
+        """The next control message of this kind; others are passed over."""
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            self._raise_deaths()
+            received = self.control.receive(min(left, 0.1))
+            if received is not None and isinstance(received[1], kind):
+                return received[1]
+        raise StallError(f"no {kind.__name__} within {timeout:.0f} s")
+
+    def stats(self) -> dict[str, float]:
+        """The service's counters."""
+        self.control.send(StatsRequest(0), to="experts")
+        return self.hear(StatsReply).counters
+
+    def stop(self) -> None:
+        """Ask every child to end, as a supervisor does."""
+        for name in self.children:
+            self.control.send(Stop(), to=name)
+
+    # --- compute's part ---------------------------------------------------------------------------
+
+    def ask(self, layer: int, experts: Sequence[int]) -> int:
+        """Send a demand, waiting while the queue is full; its number."""
+        self.demands += 1
+        demand = Demand(self.demands, layer, list(experts))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.compute.send(demand):
+            if time.monotonic() > deadline:
+                raise StallError("the expert service takes no messages")
+            self.compute.receive(0.01)
+        return self.demands
+
+    def fetch(self, layer: int, experts: Sequence[int], timeout: float = TIMEOUT_S) -> None:
+        """Demand experts and wait until the directory has all of them."""
+        self.ask(layer, experts)
+        self.await_resident(layer, experts, timeout)
+        self.done_with(self.demands)
+
+    def await_resident(
+        self, layer: int, experts: Sequence[int], timeout: float = TIMEOUT_S
+    ) -> None:
+        """Wait for the directory; raises ProcessDied with a failed demand's reason."""
+        deadline = time.monotonic() + timeout
+        while (self.directory.entry[layer].take(experts) == ABSENT).any():
+            if time.monotonic() > deadline:
+                raise StallError(f"layer {layer}: experts {list(experts)} did not come")
+            # Slots come free only as compute's epoch moves; it holds none here.
+            self.bump_epoch()
+            received = self.compute.receive(0.005)
+            if received is not None and isinstance(received[1], DemandFailed):
+                raise ProcessDied(received[1].reason)
+
+    def hint(
+        self, step: int, layer: int, picks: Sequence[int], ahead: int, predicted: Sequence[int]
+    ) -> bool:
+        """Publish picks and a prediction."""
+        scores = [1.0] * len(predicted)
+        return self.compute.send(Hint(step, layer, list(picks), ahead, list(predicted), scores))
+
+    def bump_epoch(self) -> None:
+        """Say that compute holds no slot."""
+        self.progress.words[Progress.EPOCH] += 1
+        full_fence()
+
+    def done_with(self, demand: int) -> None:
+        """Say that a demand's experts have been used."""
+        self.progress.words[Progress.DEMAND_DONE] = demand
+
+    def _start_service(self) -> None:
+        descriptors = (self.arena.fd, self.directory.fd, self.progress.fd)
+        spec = ExpertServiceSpec(
+            self.endpoints.control,
+            self.endpoints.experts,
+            self.endpoints.readers,
+            str(self.checkpoint),
+            self.readers,
+            *descriptors,
+            self.piece_bytes,
+            self.predicted_in_flight,
+            self.reserve,
+            self.order_timeout,
+            self.policy,
+            seed=0,
+            warm_experts=self._warm,
+            trace="",
+        )
+        self.children["experts"] = spawn_child("expert_io.service", spec, descriptors, "experts")
+
+    def _raise_deaths(self) -> None:
+        for name, child in self.children.items():
+            if child.process.poll() is not None:
+                raise ProcessDied(f"{name} ended: {child.last_words()}")
