@@ -107,8 +107,7 @@ class ProcessGroup:
         if on_progress is not None:
             self._on_progress = on_progress
         slices = SliceMap.build(self.config, self.shards, self.options.piece_bytes)
-        in_flight = 2 * self.config.num_experts_per_tok
-        self.plan: MemoryPlan = plan_memory(self.config, self.options, slices.slot_bytes, in_flight)
+        self.plan: MemoryPlan = plan_memory(self.config, self.options, slices.slot_bytes)
         self._runtime = RuntimeDirectory.create(self.options.runtime_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control = Channel.bind(self._context, self._runtime.endpoints.control, ACCEPTS)

@@ -13,7 +13,6 @@ from pathlib import Path
 from launch.options import GIB, GroupOptions, format_size
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError, UsageError
-from protocol.shards import DTYPE_BITS
 from protocol.tensor_table import expected_tensors
 
 # Left to the system, the processes themselves, KV and the page cache; more cache than that made
@@ -25,8 +24,8 @@ DEFAULT_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`slots` of `slot_bytes`; `dense_bytes` is what compute loads; `all_experts` would be enough
-    for never reading twice."""
+    """`slots` of `slot_bytes`; `dense_bytes` is what compute loads beside it into memory;
+    `all_experts` slots would be enough for never reading twice."""
 
     slots: int
     slot_bytes: int
@@ -39,16 +38,15 @@ class MemoryPlan:
         return self.slots * self.slot_bytes
 
 
-def plan_memory(
-    config: ModelConfig, options: GroupOptions, slot_bytes: int, in_flight: int
-) -> MemoryPlan:
-    """Size the arena for `in_flight` experts being read beside one token's own.
+def plan_memory(config: ModelConfig, options: GroupOptions, slot_bytes: int) -> MemoryPlan:
+    """Size the arena of `slot_bytes` slots.
 
     Raises UsageError for fewer slots than that, ResourceError where memory does not suffice.
     """
     every = config.num_hidden_layers * config.n_routed_experts
+    in_flight = in_flight_slots(config)
     least = minimum_slots(config, in_flight)
-    dense = dense_bytes(config)
+    dense = 0 if on_gpu(options.device) else dense_bytes(config)
     available = available_memory()
     if options.slots is not None:
         slots, asked = options.slots, f"--slots {options.slots}"
@@ -82,13 +80,30 @@ def minimum_slots(config: ModelConfig, in_flight: int) -> int:
     return config.num_hidden_layers * config.num_experts_per_tok + in_flight
 
 
+def in_flight_slots(config: ModelConfig) -> int:
+    """Slots beside one token's own: the free reserve and as many experts being read."""
+    return 2 * config.num_experts_per_tok
+
+
 def dense_bytes(config: ModelConfig) -> int:
-    """Bytes of every backbone tensor that is neither a routed expert nor an engram table."""
-    return sum(
-        math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+    """Bytes of memory that a CPU's dense weights take: fp32, but for the embedding's bf16.
+
+    Every backbone tensor that is neither a routed expert nor an engram table is one.
+    """
+    elements = {
+        name: math.prod(spec.shape)
         for name, spec in expected_tensors(config).items()
-        if ".experts." not in name and ".engram.embed." not in name and not name.startswith("mtp.")
-    )
+        if not name.endswith(".scale")
+        and ".experts." not in name
+        and ".engram.embed." not in name
+        and not name.startswith("mtp.")
+    }
+    return 4 * sum(elements.values()) - 2 * elements["embed.weight"]
+
+
+def on_gpu(device: str) -> bool:
+    """Whether compute will hold its weights on a GPU (asked without loading torch)."""
+    return device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
 def available_memory() -> int:
