@@ -55,7 +55,6 @@ NAME = "compute"
 CONTROL = (Generate, Cancel, StatsRequest, TraceStart, TraceStop, Stop)
 # Requests that wait beside the one at hand; who queues people's requests is the supervisor.
 QUEUED_REQUESTS = 8
-KEPT_STATES_BYTES = 256 << 20
 IDLE_WAKE_S = 0.1
 # How long a full queue of events is left alone before the next try.
 DELIVERY_PAUSE_S = 0.005
@@ -242,7 +241,7 @@ def _assemble(
         token_bytes,
         progress,
         tracer,
-        KeptStates(KEPT_STATES_BYTES),
+        KeptStates(spec.kept_bytes),
         limits,
         lambda: experts.counts | engram.counts,
     )

@@ -22,6 +22,7 @@ class GroupOptions:
     none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
     where the machine does not allow it) or `off`. `predict` experts of the next layer are published
     and at most `predicted_in_flight` are read ahead at once; 0 turns prefetch off.
+    `kept_bytes` bound the sequence states that let a request continue an earlier one.
     """
 
     checkpoint: Path
@@ -40,6 +41,7 @@ class GroupOptions:
     engram_cache_bytes: int = 64 << 20
     chunk_tokens: int = 512
     max_context: int = 32768
+    kept_bytes: int = 256 << 20
     seed: int = 0
     threads: int = 0
     verify_slots: bool = False
@@ -62,6 +64,7 @@ class GroupOptions:
             ("engram_reads", 1),
             ("chunk_tokens", 1),
             ("max_context", 1),
+            ("kept_bytes", 0),
             ("threads", 0),
         ):
             if getattr(self, name) < least:

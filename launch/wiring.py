@@ -154,6 +154,7 @@ class Wiring:
             ring_fd=regions.ring.fd,
             chunk_tokens=options.chunk_tokens,
             max_context=min(options.max_context, self.config.max_position_embeddings),
+            kept_bytes=options.kept_bytes,
             predict=options.predict,
             stall_timeout=options.stall_timeout,
             threads=options.threads,

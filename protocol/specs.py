@@ -81,8 +81,9 @@ class EngramServiceSpec(Message):
 @message(103)
 @dataclass(frozen=True, slots=True)
 class ComputeSpec(Message):
-    """`device` is a torch device or `auto`. `chunk_tokens` bounds one prefill chunk, `max_context` the tokens
-    of a sequence. `predict` is how many experts of the next layer are published (0: none).
+    """`device` is a torch device or `auto`. `chunk_tokens` bounds one prefill chunk, `max_context`
+    the tokens of a sequence, `kept_bytes` the sequence states kept for requests that begin alike
+    (0: none). `predict` is how many experts of the next layer are published (0: none).
     `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own count
     (0: its default). `verify_slots` compares slot generations around every use."""
 
@@ -97,6 +98,7 @@ class ComputeSpec(Message):
     ring_fd: int
     chunk_tokens: int
     max_context: int
+    kept_bytes: int
     predict: int
     stall_timeout: float
     threads: int
