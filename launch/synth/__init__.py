@@ -1,1 +1,0 @@
-"""Synthetic checkpoints in the released format: real widths can be tried without real weights."""
