@@ -1,5 +1,5 @@
-"""Symptoms: half a character, a leaking stop string, a cancelled prompt that computes on, rows asked
-for too late, a failed request that spoils the next, a resumed conversation that says otherwise."""
+"""Symptoms: half a character, a leaking stop string, a cancelled prompt that computes on, rows not
+asked for in time, a failed request that spoils the next, a resumed conversation that differs."""
 
 from __future__ import annotations
 
