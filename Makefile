@@ -6,12 +6,14 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_CHECKPOINT := $(firstword $(wildcard demo) tests/golden/data/mini)
+DEMO_PROMPT ?= The water runs down to the mill, and
 
 .PHONY: demo test lint clean
 
 demo: $(VENV)/installed
 	@echo "--- generating from $(DEMO_CHECKPOINT), whose experts do not all fit in the cache"
-	$(BIN)/headrace generate $(DEMO_CHECKPOINT) --demo
+	$(BIN)/headrace generate $(DEMO_CHECKPOINT) --raw --prompt "$(DEMO_PROMPT)" \
+		--max-tokens 100 --cache 40% --readers 2
 
 test: $(VENV)/installed-test lint
 	@echo "--- tests"
@@ -21,7 +23,7 @@ lint: $(VENV)/installed-test
 	@echo "--- ruff and mypy"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocol compute expert_io engram_io launch launch.py
+	$(BIN)/mypy protocol compute expert_io engram_io launch
 
 $(BIN)/python:
 	@echo "--- making $(VENV)"
