@@ -72,8 +72,10 @@ class RandomAmongOldest(LeastRecentlyUsed):
 
     def victim(self, protected: Container[Key]) -> Key | None:
         count = min(self.MOST, max(1, int(len(self._order) * self.SHARE)))
-        oldest = [key for key in islice(self._order, count) if key not in protected]
-        return self._random.choice(oldest) if oldest else super().victim(protected)
+        for key in islice(self._order, self._random.randrange(count), count):
+            if key not in protected:
+                return key
+        return super().victim(protected)
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {

@@ -1,19 +1,19 @@
 """Experts being read or waiting to be, by lane, and the orders that readers hold.
 
 Owns priorities and pieces, knows nothing of slots or directories beyond the numbers it carries.
-Promises: the next piece is always of the most urgent lane that may go on; a piece is with one
-reader at a time; a reader's death puts its pieces back first in line.
+Promises: a lane's begun reads go on before it begins another; a piece is with one reader at a time;
+a reader's death puts its pieces back first in line. Nothing here grows with what merely waits, so
+that thousands of warm experts in the background cost an urgent one nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from expert_io.policy import Key
 from expert_io.slices import Slice
-from protocol.messages import BACKGROUND, PREDICTED, URGENT
+from protocol.messages import LANE_NAMES, PREDICTED, URGENT
 
 NO_SLOT = -1
 
@@ -22,8 +22,9 @@ NO_SLOT = -1
 class Read:
     """One expert on its way. `todo` are pieces no reader has, `held` counts those that one has.
 
-    `lane` is its present priority, `origin` the lane it came from. `due` is the (step, layer) a
+    `lane` is its present priority, `origin` the lane it was begun in. `due` is the (step, layer) a
     prediction is for. `given_up`: its bytes are no longer wanted, or a piece failed with `failure`.
+    `nbytes` have been read so far.
     """
 
     key: Key
@@ -34,12 +35,13 @@ class Read:
     slot: int = NO_SLOT
     generation: int = 0
     held: int = 0
+    nbytes: int = 0
     given_up: bool = False
     failure: str = ""
     demands: set[int] = field(default_factory=set)
 
     @property
-    def started(self) -> bool:
+    def begun(self) -> bool:
         """Whether it has a slot."""
         return self.slot != NO_SLOT
 
@@ -60,49 +62,75 @@ class Order:
     since: float
 
 
+class _Lane:
+    """Reads of one priority with pieces to give out: those with a slot and those without."""
+
+    def __init__(self) -> None:
+        self.begun: OrderedDict[Key, Read] = OrderedDict()
+        self.waiting: OrderedDict[Key, Read] = OrderedDict()
+
+    def drop(self, key: Key) -> bool:
+        """Take `key` out; whether it was in."""
+        begun, waiting = self.begun.pop(key, None), self.waiting.pop(key, None)
+        return begun is not None or waiting is not None
+
+
 class ReadQueue:
     """Every Read by key, in three lanes, and the orders given out."""
 
     def __init__(self) -> None:
         self.reads: dict[Key, Read] = {}
         self.orders: dict[int, Order] = {}
-        self._lanes: tuple[OrderedDict[Key, None], ...] = (
-            OrderedDict(),
-            OrderedDict(),
-            OrderedDict(),
-        )
+        self.predictions_begun = 0  # reads in the predicted lane that have a slot
+        self._lanes = tuple(_Lane() for _ in LANE_NAMES)
         self._last_order = 0
 
     @property
     def depth(self) -> int:
         """Reads with pieces that no reader has."""
-        return sum(len(lane) for lane in self._lanes)
+        return sum(len(lane.begun) + len(lane.waiting) for lane in self._lanes)
 
     def add(self, read: Read) -> None:
-        """Queue a read at the end of its lane."""
+        """Queue a read without a slot at the end of its lane."""
         self.reads[read.key] = read
-        self._lanes[read.lane][read.key] = None
+        self._lanes[read.lane].waiting[read.key] = read
+
+    def next_begun(self, lane: int) -> Read | None:
+        """The read of a lane to go on with."""
+        return next(iter(self._lanes[lane].begun.values()), None)
+
+    def next_waiting(self, lane: int) -> Read | None:
+        """The read of a lane to begin next."""
+        return next(iter(self._lanes[lane].waiting.values()), None)
+
+    def predictions(self) -> list[Read]:
+        """Reads of the predicted lane with pieces to give out."""
+        lane = self._lanes[PREDICTED]
+        return [*lane.begun.values(), *lane.waiting.values()]
+
+    def begin(self, read: Read, slot: int, generation: int) -> None:
+        """Give a waiting read its slot."""
+        read.slot, read.generation, read.origin = slot, generation, read.lane
+        lane = self._lanes[read.lane]
+        lane.begun[read.key] = lane.waiting.pop(read.key)
+        self.predictions_begun += read.lane == PREDICTED
 
     def promote(self, read: Read) -> None:
         """Make a read urgent, whatever it was."""
-        if read.lane != URGENT and self._lanes[read.lane].pop(read.key, 0) is None:
-            self._lanes[URGENT][read.key] = None
+        if read.lane == URGENT:
+            return
+        self.predictions_begun -= read.lane == PREDICTED and read.begun
+        if self._lanes[read.lane].drop(read.key):
+            urgent = self._lanes[URGENT]
+            (urgent.begun if read.begun else urgent.waiting)[read.key] = read
         read.lane = URGENT
 
-    def waiting(self, lane: int) -> Iterator[Read]:
-        """Reads of a lane with pieces to give out, in order; invalid once the lane changes."""
-        return (self.reads[key] for key in self._lanes[lane])
-
-    def started(self, lane: int) -> int:
-        """Reads of a lane that have a slot."""
-        return sum(read.started for read in self.reads.values() if read.lane == lane)
-
     def give_out(self, read: Read, reader: int, now: float) -> Order:
-        """The read's next piece becomes `reader`'s order."""
+        """The next piece of a begun read becomes `reader`'s order."""
         piece = read.todo.popleft()
         read.held += 1
         if not read.todo:
-            self._lanes[read.lane].pop(read.key, None)
+            self._lanes[read.lane].drop(read.key)
         self._last_order += 1
         order = Order(self._last_order, reader, read, piece, now)
         self.orders[order.number] = order
@@ -117,26 +145,27 @@ class ReadQueue:
         order.read.held -= 1
         return order
 
-    def reader_lost(self, reader: int) -> None:
-        """Put the pieces of a dead reader back, first in line."""
-        for order in [o for o in self.orders.values() if o.reader == reader]:
+    def reader_lost(self, reader: int) -> list[Read]:
+        """Put the pieces of a dead reader back, first in line; the reads it was busy with."""
+        lost = [order for order in self.orders.values() if order.reader == reader]
+        for order in lost:
             del self.orders[order.number]
             read = order.read
             read.held -= 1
             if not read.given_up:
                 read.todo.appendleft(order.piece)
-                self._lanes[read.lane][read.key] = None
-                self._lanes[read.lane].move_to_end(read.key, last=False)
+                begun = self._lanes[read.lane].begun
+                begun[read.key] = read
+                begun.move_to_end(read.key, last=False)
+        return list({order.read.key: order.read for order in lost}.values())
 
     def give_up(self, read: Read) -> None:
         """Give out no further piece of it."""
         read.given_up = True
-        self._lanes[read.lane].pop(read.key, None)
+        self._lanes[read.lane].drop(read.key)
 
     def remove(self, read: Read) -> None:
-        """Forget a read that is over."""
-        self._lanes[read.lane].pop(read.key, None)
+        """Forget a read that is over, or that never began."""
+        self._lanes[read.lane].drop(read.key)
+        self.predictions_begun -= read.lane == PREDICTED and read.begun
         del self.reads[read.key]
-
-
-__all__ = ["BACKGROUND", "NO_SLOT", "PREDICTED", "URGENT", "Order", "Read", "ReadQueue"]

@@ -12,15 +12,16 @@ expert that was picked in this step or the one before, which is likelier to be n
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from expert_io.policy import EvictionPolicy, Key
-from expert_io.reads import BACKGROUND, PREDICTED, URGENT, Order, Read, ReadQueue
+from expert_io.reads import Order, Read, ReadQueue
 from expert_io.slices import SliceMap
 from expert_io.slots import SlotPool
 from protocol import counters
 from protocol.layouts import ABSENT, Directory, Progress, entry_slot, pack_entry
+from protocol.messages import BACKGROUND, LANE_NAMES, PREDICTED, URGENT
 
 READS_BY_LANE = (counters.READS_URGENT, counters.READS_PREDICTED, counters.READS_BACKGROUND)
 
@@ -85,7 +86,8 @@ class Residency:
             self._demands[demand] = _OpenDemand(layer, tuple(experts))
             for expert in experts:
                 self._protected[layer, expert] = self._protected.get((layer, expert), 0) + 1
-        self._drop_passed((self._step, layer), keep=set(experts))
+        # The layer's other predictions may be picks too: its hint, which names all picks, decides.
+        self._drop_predictions(lambda read: read.due < (self._step, layer))
         return [expert for expert in experts if self._demand_one(demand, (layer, expert))]
 
     def hint(
@@ -101,7 +103,8 @@ class Residency:
         self._step = step
         for expert in picks:
             self._picked((layer, expert))
-        self._drop_passed((step, layer), keep=set(picks))
+        chosen = {(layer, expert) for expert in picks}
+        self._drop_predictions(lambda read: read.due <= (step, layer) and read.key not in chosen)
         if self._predicted_in_flight:
             for expert in predicted:
                 key = (predicted_layer, expert)
@@ -120,14 +123,15 @@ class Residency:
         """The most urgent piece that can be read now, as `reader`'s order."""
         self.slots.reclaim()
         self._close_demands()
-        for lane in (URGENT, PREDICTED, BACKGROUND):
-            slots_left = True
-            for read in self.queue.waiting(lane):
-                if not read.started and slots_left:
-                    # Where one read finds no slot, the others of its lane find none either.
-                    slots_left = self._start(read)
-                if read.started:
-                    return self.queue.give_out(read, reader, now)
+        for lane in range(len(LANE_NAMES)):
+            read = self.queue.next_begun(lane)
+            if read is None:
+                read = self.queue.next_waiting(lane)
+                # Where one read finds no slot, the others of its lane find none either.
+                if read is not None and not self._begin(read):
+                    read = None
+            if read is not None:
+                return self.queue.give_out(read, reader, now)
         return None
 
     def done(self, number: int, reader: int) -> Outcome:
@@ -135,6 +139,7 @@ class Residency:
         order = self.queue.take_back(number, reader)
         if order is None:
             return Outcome()
+        order.read.nbytes += order.piece.needed
         self.counts[counters.READ_BYTES] += order.piece.needed
         return self._finish(order.read)
 
@@ -150,21 +155,21 @@ class Residency:
 
     def reader_lost(self, reader: int) -> Outcome:
         """The reader is dead and writes no more: its orders may be given out again."""
-        touched = {o.read.key for o in self.queue.orders.values() if o.reader == reader}
-        self.queue.reader_lost(reader)
         outcome = Outcome()
-        for key in touched:
-            read = self.queue.reads[key]
+        for read in self.queue.reader_lost(reader):
             if read.given_up:
-                ended = self._finish(read)
-                outcome.failed.extend(ended.failed)
+                outcome.failed.extend(self._finish(read).failed)
         return outcome
 
     @property
     def blocked(self) -> bool:
         """Whether a read waits for nothing but compute's progress, which sends no message."""
-        return any(
-            not read.started for lane in (URGENT, PREDICTED) for read in self.queue.waiting(lane)
+        if self.queue.next_waiting(URGENT) is not None:
+            return True
+        return (
+            self.queue.next_waiting(PREDICTED) is not None
+            and self.queue.predictions_begun < self._predicted_in_flight
+            and self.slots.coming > self.slots.free
         )
 
     def figures(self) -> dict[str, float]:
@@ -189,7 +194,7 @@ class Residency:
                 read = self.queue.reads.get(key)
                 if read is not None:
                     read.demands.discard(demand)
-                    if not read.demands and not read.started:
+                    if not read.demands and not read.begun:
                         self.queue.remove(read)
 
     def _demand_one(self, demand: int, key: Key) -> bool:
@@ -203,7 +208,7 @@ class Residency:
                 self._evicted_for_prediction.discard(key)
                 self.counts[counters.HARMFUL_EVICTIONS] += 1
             read = self._queue_read(key, URGENT)
-        elif read.lane == PREDICTED and read.started:
+        elif read.lane == PREDICTED and read.begun:
             self.counts[counters.PREDICTED_LATE] += 1
         if not read.given_up:
             self.queue.promote(read)
@@ -217,47 +222,45 @@ class Residency:
             self._unused.discard(key)
             self.counts[counters.PREDICTED_USED] += 1
 
-    def _drop_passed(self, now: tuple[int, int], keep: set[int]) -> None:
-        """Give up predictions whose layer is routed by now, unless they are being demanded."""
-        for read in list(self.queue.reads.values()):
-            if read.lane != PREDICTED or read.due > now:
+    def _drop_predictions(self, passed: Callable[[Read], bool]) -> None:
+        """Give up predictions that came too late: their layer is routed, or has gone by."""
+        for read in self.queue.predictions():
+            if not passed(read):
                 continue
-            if read.key[0] == now[1] and read.key[1] in keep:
-                continue
-            if not read.started:
-                self.counts[counters.PREDICTED_DROPPED] += 1
-                self.queue.remove(read)
-            elif read.todo:
+            if read.begun:
                 self.queue.give_up(read)
                 self._finish(read)
+            else:
+                self.counts[counters.PREDICTED_DROPPED] += 1
+                self.queue.remove(read)
 
     # --- slots and reads --------------------------------------------------------------------------
 
     def _queue_read(self, key: Key, lane: int, due: tuple[int, int] = (0, 0)) -> Read:
         pieces = self._slices.experts[key[0]][key[1]].pieces
-        read = Read(key, lane, deque(pieces), origin=lane, due=due)
+        read = Read(key, lane, deque(pieces), due=due)
         self.queue.add(read)
         depth = max(self.counts[counters.QUEUE_DEPTH_MAX], self.queue.depth)
         self.counts[counters.QUEUE_DEPTH_MAX] = depth
         return read
 
-    def _start(self, read: Read) -> bool:
+    def _begin(self, read: Read) -> bool:
         """Give `read` a slot if its lane may take one now."""
-        if read.lane == PREDICTED and self.queue.started(PREDICTED) >= self._predicted_in_flight:
+        lane = read.lane
+        if lane == PREDICTED and self.queue.predictions_begun >= self._predicted_in_flight:
             return False
-        spare = 0 if read.lane == URGENT else self._reserve
+        spare = 0 if lane == URGENT else self._reserve
+        if self.slots.free <= spare and lane != BACKGROUND:
+            self._evict_down_to(spare + 1, for_prediction=lane == PREDICTED)
+            # An epoch that has passed already frees the victim's slot at once.
+            self.slots.reclaim()
         if self.slots.free <= spare:
-            if read.lane != BACKGROUND:
-                self._evict_down_to(spare + 1, for_prediction=read.lane == PREDICTED)
-                # An epoch that has passed already frees the victim's slot at once.
-                self.slots.reclaim()
-            if self.slots.free <= spare:
-                return False
-        read.slot, read.generation = self.slots.take()
-        self.counts[READS_BY_LANE[read.lane]] += 1
-        if read.lane == PREDICTED:
+            return False
+        self.queue.begin(read, *self.slots.take())
+        self.counts[READS_BY_LANE[lane]] += 1
+        if lane == PREDICTED:
             self.counts[counters.PREDICTED_ISSUED] += 1
-        if read.lane != BACKGROUND:
+        if lane == URGENT:
             self._evict_down_to(self._reserve, for_prediction=False)
         return True
 
@@ -299,7 +302,7 @@ class Residency:
                 again = self._queue_read(read.key, URGENT)
                 again.demands = read.demands
             else:
-                self.counts[counters.PREDICTED_WASTED_BYTES] += self._nbytes(read.key)
+                self.counts[counters.PREDICTED_WASTED_BYTES] += read.nbytes
             return outcome
         self._directory.entry[read.key] = pack_entry(read.slot, read.generation)
         self._policy.inserted(read.key)

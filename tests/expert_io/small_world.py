@@ -186,7 +186,7 @@ class Chaos:
             assert world.directory.generation[slot] == generation, "slot rewritten under compute"
         words = world.directory.entry[world.directory.entry != ABSENT]
         resident = [entry_slot(int(word)) for word in words]
-        reads = [r for r in world.residency.queue.reads.values() if r.started]
+        reads = [r for r in world.residency.queue.reads.values() if r.begun]
         filling = [r.slot for r in reads]
         assert len(set(resident + filling)) == len(resident) + len(filling), "slot used twice"
         assert len(resident) + len(filling) + world.residency.slots.coming == world.slots

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from expert_io.reads import BACKGROUND, PREDICTED, URGENT
 from protocol import counters
+from protocol.messages import BACKGROUND, PREDICTED, URGENT
 from tests.expert_io.small_world import PIECES, Chaos, SmallWorld
 
 
