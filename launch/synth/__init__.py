@@ -1,0 +1,1 @@
+"""Synthetic checkpoints in the released format: real widths can be tried without real weights."""

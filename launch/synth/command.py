@@ -1,96 +1,143 @@
-"""`headrace synth`: a random checkpoint in the released format, to try any geometry with."""
+"""`headrace synth`: write a random checkpoint of any geometry in the released format."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from engram_io.token_map import TokenMap
 from launch.foreground import console
 from launch.options import format_size
-from launch.synth.geometry import config_file, text_config
-from launch.synth.tokenizer import synthetic_tokenizer
+from launch.synth.geometry import PRESETS, config_json, text_config
+from launch.synth.tokenizer import IMAGE, make_tokenizer
 from launch.synth.weights import RandomWeights
-from launch.synth.writer import payload_bytes, write_checkpoint
+from launch.synth.writer import checkpoint_bytes, write_checkpoint
 from protocol.config import ModelConfig
-from protocol.errors import UsageError
-from protocol.tensor_table import expected_tensors
+from protocol.errors import ResourceError, UsageError
+
+# What headers and the tokenizer take beside the tensors.
+SLACK_BYTES = 64 << 20
 
 
 @click.command("synth")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--preset",
-    type=click.Choice(["mini", "wide"]),
+    type=click.Choice(sorted(PRESETS)),
     default="mini",
     show_default=True,
-    help="mini: every kind of layer in a few MB; wide: the released widths, 6 layers, 16 experts.",
+    help="mini: seconds and megabytes; wide: the released widths, few layers and experts; "
+    "released: all of it.",
 )
-@click.option("--layers", type=int, help="Depth; the released pattern of layers is kept.")
-@click.option("--experts", type=int, help="Routed experts a layer.")
-@click.option("--drafts", type=int, help="Draft layers.")
-@click.option(
-    "--set",
-    "changes",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any other key of text_config, for example hidden_size=1024; may be given repeatedly.",
-)
-@click.option("--seed", default=0, show_default=True, help="The same seed gives the same files.")
+@click.option("--layers", type=int, help="Number of layers.")
+@click.option("--experts", type=int, help="Routed experts in each layer.")
+@click.option("--vocab", type=int, help="Size of the vocabulary.")
+@click.option("--engram-rows", type=int, help="Rows of each engram table, about.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Any text_config key.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same bytes.")
+@click.option("--force", is_flag=True, help="Write into a directory that is not empty.")
 def synth_command(
     directory: Path,
     preset: str,
     layers: int | None,
     experts: int | None,
-    drafts: int | None,
+    vocab: int | None,
+    engram_rows: int | None,
     changes: tuple[str, ...],
     seed: int,
+    force: bool,
 ) -> None:
-    """Write a checkpoint with random weights to DIR.
+    """Write a checkpoint with random weights to DIR, laid out like the release.
 
-    Its files are laid out as the release's, so that reading, memory and speed can be tried without
-    the real weights. The text it generates is noise.
+    It generates noise at the speed of real weights, which is what it is for.
 
     \b
     headrace synth /tmp/mini
-    headrace synth /data/wide --preset wide --layers 8 --experts 64
-    headrace synth /data/tables --preset wide --set engram_vocab_size=1000000
+    headrace synth /nvme/wide --preset wide --layers 40 --experts 64
+    headrace synth /tmp/odd --set sliding_window=32 --set hidden_size=256
     """
-    synthesize(
-        directory, preset, layers=layers, experts=experts, drafts=drafts, changes=changes, seed=seed
-    )
+    if directory.exists() and any(directory.iterdir()) and not force:
+        raise UsageError(f"{directory}: is not empty; choose another or give --force")
+    chosen = {"num_hidden_layers": layers, "n_routed_experts": experts, "vocab_size": vocab}
+    overrides = {name: value for name, value in chosen.items() if value is not None}
+    overrides |= dict(_parse_change(change) for change in changes)
+    synthesize(directory, preset, overrides, engram_rows, seed)
 
 
 def synthesize(
     directory: Path,
-    preset: str = "mini",
-    *,
-    layers: int | None = None,
-    experts: int | None = None,
-    drafts: int | None = None,
-    changes: tuple[str, ...] = (),
+    preset: str,
+    changes: dict[str, Any],
+    engram_rows: int | None = None,
     seed: int = 0,
-) -> None:
-    """Write a random checkpoint; raises UsageError, CheckpointError, ResourceError."""
-    text = text_config(preset, layers=layers, experts=experts, drafts=drafts, changes=changes)
-    if type(text["vocab_size"]) is not int:
-        raise UsageError(f"vocab_size is {text['vocab_size']!r}, expected a whole number")
-    tokenizer = synthetic_tokenizer(text["vocab_size"])
-    whole = config_file(text, tokenizer)
-    config = ModelConfig.from_dict(whole, directory / "config.json")
-    weights, total = RandomWeights(seed), payload_bytes(config)
-    console.print(f"writing {format_size(total)} to {directory}")
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+) -> ModelConfig:
+    """Write the checkpoint; its config. Raises UsageError and, where it has no room, ResourceError.
+
+    `engram_rows` is about how many rows each table gets; exactly the sum of its primes.
+    """
+    if engram_rows is not None:
+        probe = text_config(preset, changes)
+        heads = (probe["engram_max_ngram_size"] - 1) * probe["engram_n_heads"]
+        changes = {**changes, "engram_vocab_size": max(2, engram_rows // heads)}
+    text = text_config(preset, changes)
+    tokenizer = make_tokenizer(text["vocab_size"])
+    token_map = TokenMap.from_tokenizer(tokenizer, text["vocab_size"])
+    text["engram_compressed_vocab_size"] = token_map.size
+    document = config_json(text, tokenizer.get_vocab(with_added_tokens=True)[IMAGE])
+    config = ModelConfig.from_dict(document, directory / "config.json")
+    total = checkpoint_bytes(config)
+    _require_room(directory, total)
+    documents = {
+        "tokenizer.json": tokenizer.to_str(),
+        "tokenizer_config.json": json.dumps({"add_bos_token": False, "add_eos_token": False}),
+        "generation_config.json": json.dumps({"do_sample": False, "eos_token_id": 1}),
+    }
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=total)
+        TextColumn("writing {task.fields[directory]}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=total, directory=str(directory))
         write_checkpoint(
             directory,
-            whole,
-            {"tokenizer.json": tokenizer.to_str(pretty=True)},
-            ((name, weights.chunks(name, spec)) for name, spec in expected_tensors(config).items()),
-            on_bytes=lambda count: bar.advance(task, count),
+            document,
+            documents,
+            RandomWeights(seed),
+            lambda count: progress.advance(task, count),
         )
-    console.print(f"wrote {directory}; headrace check {directory} says what it holds")
+    console.print(
+        f"{directory}: {config.num_hidden_layers} layers, {config.n_routed_experts} experts each, "
+        f"{format_size(total)}; look at it with headrace check {directory}"
+    )
+    return config
+
+
+def _require_room(directory: Path, total: int) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise ResourceError(f"{directory}: cannot be made ({error.strerror})") from None
+    if total + SLACK_BYTES > free:
+        raise ResourceError(
+            f"{directory}: the checkpoint takes {format_size(total)} and {format_size(free)} are "
+            "free; choose fewer layers or experts, or another disk"
+        )
+
+
+def _parse_change(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    try:
+        if equals:
+            return key, json.loads(value)
+    except ValueError:
+        pass  # not JSON: the same complaint as for a missing value
+    raise UsageError(f"--set {text!r}: expected KEY=VALUE with a JSON value")

@@ -1,54 +1,47 @@
-"""A byte-level BPE tokenizer of any vocabulary size, made up rather than trained.
+"""A byte-level BPE tokenizer of any vocabulary size, with the chat format's control tokens.
 
-Owns the order of ids: BOS, EOS and pad are 0, 1, 2 as released, then the bytes, then merges that
-spell ever longer runs of letters with and without a leading space, then the chat's control tokens.
+Its merges mean nothing: they only fill the vocabulary, so that text of any language encodes and
+every id decodes.
 """
 
 from __future__ import annotations
 
-import itertools
-import string
-from collections.abc import Iterator
+from itertools import islice, product
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from launch.chat_format.vocabulary import REMINDER, SPELLINGS
 from protocol.errors import UsageError
 
-BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-IMAGE, NOISE = "<｜deepseek_image｜>", "<｜place▁holder▁no▁0｜>"
-FIRST_TOKENS = (BOS, EOS, PAD)
-LAST_TOKENS = (*SPELLINGS.values(), REMINDER, IMAGE, NOISE)
-# How the byte-level alphabet writes a space.
-SPACE = "Ġ"
+FIRST_IDS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")
+IMAGE = "<｜deepseek_image｜>"
+LAST_IDS = (
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜System｜>",
+    "<｜latest_reminder｜>",
+    "<think>",
+    "</think>",
+    "｜DSML｜",
+    IMAGE,
+    "<｜place▁holder▁no▁0｜>",
+)
 
 
-def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab_size` ids; raises UsageError where the bytes do not fit."""
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer of exactly `vocab_size` ids; raises UsageError where bytes alone need more."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    least = len(FIRST_TOKENS) + len(alphabet) + len(LAST_TOKENS)
-    if vocab_size < least:
-        raise UsageError(
-            f"vocab_size is {vocab_size}, a byte-level tokenizer needs at least {least}"
-        )
-    merges = list(itertools.islice(_merges(), vocab_size - least))
-    tokens = [*FIRST_TOKENS, *alphabet, *(left + right for left, right in merges)]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
+    fixed = len(FIRST_IDS) + len(alphabet) + len(LAST_IDS)
+    if vocab_size < fixed:
+        raise UsageError(f"a vocabulary of {vocab_size} is too small; give at least {fixed}")
+    pairs = product(alphabet, alphabet)
+    triples = ((a + b, c) for a, b, c in product(alphabet, alphabet, alphabet))
+    merges = list(islice(pairs, vocab_size - fixed))
+    merges += islice(triples, vocab_size - fixed - len(merges))
+    entries = [*FIRST_IDS, *alphabet, *(left + right for left, right in merges)]
+    vocabulary = {token: number for number, token in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [
-        AddedToken(token, normalized=False, special=True) for token in FIRST_TOKENS + LAST_TOKENS
-    ]
-    tokenizer.add_special_tokens(special)
+    added = [AddedToken(token, special=True, normalized=False) for token in FIRST_IDS + LAST_IDS]
+    tokenizer.add_special_tokens(added)
     return tokenizer
-
-
-def _merges() -> Iterator[tuple[str, str]]:
-    """Every run of letters, shortest first: each is an earlier one with a letter added."""
-    for length in itertools.count(1):
-        for letters in itertools.product(string.ascii_lowercase, repeat=length):
-            *head, last = letters
-            if head:
-                yield "".join(head), last
-            yield SPACE + "".join(head), last

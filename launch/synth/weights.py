@@ -1,8 +1,8 @@
-"""Random weights in the stored formats, a chunk at a time.
+"""Random weights under which a forward pass stays finite and routing spreads over the experts.
 
-Promises: the same seed gives the same bytes; no chunk is larger than `CHUNK_BYTES`; no scale and no
-code is NaN; every product keeps the size of what it is given, so that activations stay finite and
-routers and gates neither saturate nor agree on everything.
+Every product keeps its input's size: weights have a standard deviation of one over the root of
+their width. Bytes come from a pool drawn once a format and read at a tensor's own offset, so that
+hundreds of gigabytes are made at the speed of the disk; the same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -10,116 +10,95 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.tensor_table import TensorSpec
+from launch.synth.writer import nbytes
+from protocol.tensor_table import TILE, TensorSpec
 
-CHUNK_BYTES = 8 << 20
-Bytes = npt.NDArray[np.uint8]
-
-# Standard deviation of a product's outputs for inputs of 1; 1 where a name is not listed. What a
-# layer adds to the streams is small beside them, so that depth does not make them grow.
-GAINS = {"head": 3.0, "ffn.gate": 1.5, "attn.wo_b": 0.4, ".w2": 0.4}
-# Vectors that multiply what they meet: near 1.
-AROUND_ONE = ("norm.weight", ".q_weight", ".k_weight")
-# Added to router scores that lie around 1: enough to matter, too little to decide alone.
-SMALL = ("gate.bias", "gate.bias_vl")
-# A stored code is a normal number times this: large enough to use the format's range, and its
-# largest (2.9 deviations for a byte of randomness, 1.9 for four bits) still has a code.
-E4M3_DEVIATION = 16.0
-E2M1_DEVIATION = 3.2
-# Scales vary by this many powers of two from block to block, which on average enlarges the
-# weights; log2 of how much.
-SCALE_SPREAD, SCALE_BIAS = 0.5, 0.23
+POOL = 1 << 22
+# e4m3 codes of values that spread over the format's range, and of how large those are.
+_FP8_DEVIATION = 24.0
+# The root mean square of e2m1 values, every code equally often.
+_FP4_DEVIATION = 2.926
 
 
 class RandomWeights:
-    """Every tensor of a synthetic checkpoint, each from a random stream of its own."""
+    """Call it with a tensor's name and spec for its bytes in pieces."""
 
     def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        normal = random.standard_normal(POOL, dtype=np.float32)
         self._seed = seed
-        normal = _normal_quantiles(256)
-        self._e4m3 = _nearest_codes(normal * E4M3_DEVIATION, _e4m3_values())
-        nibbles = _nearest_codes(_normal_quantiles(16) * E2M1_DEVIATION, _e2m1_values())
-        self._e2m1 = (nibbles[None, :] | nibbles[:, None] << 4).reshape(256)
         self._normal = normal
+        self._fp8 = _e4m3_codes(normal * _FP8_DEVIATION)
+        self._fp4 = random.integers(0, 256, POOL, dtype=np.uint8)
 
-    def chunks(self, name: str, spec: TensorSpec) -> Iterator[npt.NDArray[Any]]:
-        """The bytes of tensor `name`, in order, in arrays of any dtype."""
-        random = np.random.Generator(np.random.SFC64([self._seed, zlib.crc32(name.encode())]))
-        table = self._table(name, spec)
-        left = math.prod(spec.shape)
-        while left:
-            count = min(left, CHUNK_BYTES // table.itemsize)
-            yield table[np.frombuffer(random.bytes(count), np.uint8)]
-            left -= count
+    def __call__(self, name: str, spec: TensorSpec) -> Iterator[bytes]:
+        offset = zlib.crc32(f"{self._seed} {name}".encode()) % POOL
+        match spec.dtype:
+            case "F8_E4M3":
+                yield from _stream(self._fp8, offset, nbytes(spec))
+            case "I8":
+                yield from _stream(self._fp4, offset, nbytes(spec))
+            case "F8_E8M0":
+                yield from self._scales(name, spec, offset)
+            case _:
+                yield self._small(name, spec, offset)
 
-    def _table(self, name: str, spec: TensorSpec) -> npt.NDArray[Any]:
-        """What each of 256 equally likely random bytes becomes in this tensor."""
-        if spec.dtype == "I8":
-            return self._e2m1
-        if spec.dtype == "F8_E4M3":
-            return self._e4m3
-        if spec.dtype == "F8_E8M0":
-            return self._scales(name, spec)
-        if name.endswith(AROUND_ONE):
-            values = 1 + 0.1 * self._normal
-        elif name.endswith(SMALL):
-            values = 0.1 * self._normal
-        elif name.endswith("_scale"):
-            values = np.ones_like(self._normal)
-        elif len(spec.shape) == 1 or name.endswith("embed.weight"):
-            values = self._normal
-        else:
-            values = self._normal * _gain(name) / math.sqrt(spec.shape[1])
-        return values if spec.dtype == "F32" else _bf16(values)
-
-    def _scales(self, name: str, spec: TensorSpec) -> Bytes:
+    def _scales(self, name: str, spec: TensorSpec, offset: int) -> Iterator[bytes]:
+        columns = spec.shape[1] * TILE
         if ".engram.embed." in name:
-            deviation = 1.0 / E4M3_DEVIATION
+            wanted = 1.0 / _FP8_DEVIATION
+        elif ".experts." in name:
+            wanted = 1.0 / (_FP4_DEVIATION * math.sqrt(columns))
         else:
-            codes = E2M1_DEVIATION if ".ffn.experts." in name else E4M3_DEVIATION
-            # A scale stands for 32 columns of its matrix.
-            deviation = _gain(name) / math.sqrt(32 * spec.shape[1]) / codes
-        exponents = np.rint(math.log2(deviation) - SCALE_BIAS + SCALE_SPREAD * self._normal)
-        return (127 + exponents).astype(np.uint8)
+            wanted = 1.0 / (_FP8_DEVIATION * math.sqrt(columns))
+        exponent = 127 + round(math.log2(wanted))
+        # Half of the tiles one step larger: a scale read from the wrong tile must show.
+        pool = (exponent + (self._fp4 & 1)).astype(np.uint8)
+        yield from _stream(pool, offset, nbytes(spec))
+
+    def _small(self, name: str, spec: TensorSpec, offset: int) -> bytes:
+        """A tensor of full-width floats: norms, biases, the router, embedding and head."""
+        count = math.prod(spec.shape)
+        values = np.resize(np.roll(self._normal, -offset), count) * _deviation(name, spec)
+        if name.endswith("norm.weight") or name.endswith("hc_attn_scale"):
+            values += 1.0
+        if spec.dtype == "F32":
+            return values.astype("<f4").tobytes()
+        return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
 
 
-def _gain(name: str) -> float:
-    matrix, _, _ = name.rpartition(".")
-    return next((gain for ending, gain in GAINS.items() if matrix.endswith(ending)), 1.0)
+def _deviation(name: str, spec: TensorSpec) -> float:
+    if name == "embed.weight":
+        return 1.0
+    if "norm" in name or "bias" in name or name.endswith(("_scale", "_base")):
+        return 0.1
+    if name.endswith("attn_sink") or ".engram." in name:
+        return 1.0
+    # Sharper than one over the root: logits and router scores have to differ.
+    sharper = 2.0 if name.endswith(("head.weight", "gate.weight")) else 1.0
+    return sharper / math.sqrt(spec.shape[-1])
 
 
-def _normal_quantiles(count: int) -> npt.NDArray[np.float32]:
-    """`count` equally likely values of a standard normal variable, ascending."""
-    normal = NormalDist()
-    return np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)], np.float32)
+def _stream(pool: npt.NDArray[np.uint8], offset: int, count: int) -> Iterator[bytes]:
+    while count:
+        piece = pool[offset : offset + count].tobytes()
+        yield piece
+        count -= len(piece)
+        offset = 0
 
 
-def _nearest_codes(wanted: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> Bytes:
-    """For each wanted value the code whose value is nearest; codes of value NaN are never taken."""
-    distance = np.nan_to_num(np.abs(wanted[:, None] - values[None, :]), nan=np.inf)
-    return distance.argmin(axis=1).astype(np.uint8)
-
-
-def _e4m3_values() -> npt.NDArray[np.float32]:
-    """The value of each of the 256 codes: sign, 4 exponent bits (bias 7), 3 of mantissa."""
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(exponent - 7.0))
-    size[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -size, size).astype(np.float32)
-
-
-def _e2m1_values() -> npt.NDArray[np.float32]:
-    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    return np.array([*positive, *(-value for value in positive)], np.float32)
-
-
-def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounded half up in the last kept bit, which is as good as any rounding for random values."""
-    return ((values.astype(np.float32).view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+def _e4m3_codes(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Nearest e4m3 codes of finite values within its range, by a table of all magnitudes."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    table = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)
+    )
+    middles = (table[1:] + table[:-1]) / 2
+    magnitudes = np.searchsorted(middles, np.abs(values)).astype(np.uint8)
+    signs = np.where(np.signbit(values), 0x80, 0).astype(np.uint8)
+    return np.bitwise_or(magnitudes, signs)

@@ -1,141 +1,109 @@
-"""Writing a checkpoint in the released layout, streaming: no tensor is ever held whole.
+"""Writes a checkpoint in the released format, tensor by tensor, without holding it in memory.
 
-Owns the shards' order, names and headers, the index, and that a directory is complete or absent:
-everything is written beside it and renamed at the end. Which tensor goes into which shard comes
-from `protocol.tensor_table`.
+Owns how files are laid out: one shard each for the embedding, every layer, the head, every draft
+layer and every engram layer; inside a shard tensors lie by dtype, so that an expert's three weights
+are neighbours and so are its three scales. A directory is whole or has no index.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from protocol.config import ModelConfig
-from protocol.errors import ResourceError, UsageError
+from protocol.errors import HeadraceError
 from protocol.shards import DTYPE_BITS, INDEX_NAME
 from protocol.tensor_table import TensorSpec, expected_tensors
 
-# Any object whose memory is the bytes: bytes, a numpy array, ...
-Chunk = Any
-Tensor = tuple[str, Iterable[Chunk]]
-ALIGNMENT = 8
+# The order in which safetensors' own writer lays dtypes out, by falling alignment.
+_DTYPE_ORDER = ("F32", "BF16", "F8_E8M0", "F8_E4M3", "I8")
+
+# tensor(name, spec): the tensor's bytes in any number of pieces.
+TensorBytes = Callable[[str, TensorSpec], Iterable[bytes]]
+
+
+def nbytes(spec: TensorSpec) -> int:
+    """Bytes a tensor takes in its shard."""
+    return math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+
+
+def checkpoint_bytes(config: ModelConfig) -> int:
+    """Payload bytes of a whole checkpoint; headers add well under a per mille."""
+    return sum(nbytes(spec) for spec in expected_tensors(config).values())
 
 
 def write_checkpoint(
     directory: Path,
-    config_file: Mapping[str, Any],
-    texts: Mapping[str, str],
-    tensors: Iterable[Tensor],
+    config_json: Mapping[str, Any],
+    documents: Mapping[str, str],
+    tensor: TensorBytes,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write `directory`: `config_file` as config.json, `texts` by file name (tokenizer.json, ...),
-    and `tensors` in the order of `expected_tensors`, each as chunks of its stored bytes.
+    """Write config, shards, `documents` (further files by name) and, last of all, the index.
 
-    `on_bytes` is told after each chunk. Raises CheckpointError for a config that does not hold
-    together, UsageError where the directory exists, ResourceError where it does not fit the disk,
-    ValueError for a tensor that is not the next expected or not of its size.
+    `on_bytes(count)` is called as bytes are written. Raises HeadraceError where a tensor's pieces
+    do not add up to its size.
     """
-    config = ModelConfig.from_dict(config_file, directory / "config.json")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory}: exists already; give a new directory or remove it")
-    _check_room(directory, payload_bytes(config))
-    partial = directory.with_name(f"{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_shards(partial, config, iter(tensors), on_bytes)
-        _write_json(partial / "config.json", config_file)
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        partial.replace(directory)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ResourceError(f"{directory}: cannot be written ({error.strerror})") from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def payload_bytes(config: ModelConfig) -> int:
-    """Bytes of every tensor of a checkpoint with this config."""
-    return sum(map(_nbytes, expected_tensors(config).values()))
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
-
-
-def _check_room(directory: Path, needed: int) -> None:
-    existing = next(parent for parent in directory.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise ResourceError(
-            f"{directory}: needs {needed / 2**30:.1f} GiB, {existing} has {free / 2**30:.1f} GiB "
-            "free; choose fewer layers or experts, or another disk"
-        )
-
-
-def _write_shards(
-    directory: Path, config: ModelConfig, tensors: Iterator[Tensor], on_bytes: Callable[[int], None]
-) -> None:
-    table = expected_tensors(config)
-    groups = [
-        dict(items) for _, items in itertools.groupby(table.items(), lambda item: item[1].group)
-    ]
+    config = ModelConfig.from_dict(config_json, directory / "config.json")
+    index = directory / INDEX_NAME
+    index.unlink(missing_ok=True)
+    _write_text(directory / "config.json", json.dumps(config_json, indent=2) + "\n")
+    for name, text in documents.items():
+        _write_text(directory / name, text)
+    groups = _by_shard(expected_tensors(config))
     weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
+    for number, tensors in enumerate(groups, 1):
         shard = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        _write_shard(directory / shard, group, tensors, on_bytes)
-        weight_map.update(dict.fromkeys(group, shard))
-    _write_json(
-        directory / INDEX_NAME,
-        {
-            "metadata": {"total_size": payload_bytes(config)},
-            "weight_map": dict(sorted(weight_map.items())),
-        },
-    )
+        _write_shard(directory / shard, tensors, tensor, on_bytes)
+        weight_map |= {name: shard for name, _ in tensors}
+    total = checkpoint_bytes(config)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_text(index, json.dumps(document, indent=2) + "\n")
+
+
+def _by_shard(table: Mapping[str, TensorSpec]) -> list[list[tuple[str, TensorSpec]]]:
+    grouped = (list(items) for _, items in groupby(table.items(), key=lambda item: item[1].group))
+    return [sorted(g, key=lambda item: _DTYPE_ORDER.index(item[1].dtype)) for g in grouped]
 
 
 def _write_shard(
     path: Path,
-    group: Mapping[str, TensorSpec],
-    tensors: Iterator[Tensor],
+    tensors: list[tuple[str, TensorSpec]],
+    tensor: TensorBytes,
     on_bytes: Callable[[int], None],
 ) -> None:
-    with path.open("wb") as file:
-        file.write(_header(group))
-        for name, spec in group.items():
-            given, chunks = next(tensors, ("nothing", ()))
-            if given != name:
-                raise ValueError(f"{given} was given where {name} comes next")
-            written = 0
-            for chunk in chunks:
-                block = memoryview(chunk).cast("B")
-                file.write(block)
-                written += len(block)
-                on_bytes(len(block))
-            if written != _nbytes(spec):
-                raise ValueError(f"{name} has {written} bytes, expected {_nbytes(spec)}")
-
-
-def _header(group: Mapping[str, TensorSpec]) -> bytes:
-    entries, end = {}, 0
-    for name, spec in group.items():
-        begin, end = end, end + _nbytes(spec)
-        entries[name] = {
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, spec in tensors:
+        end = position + nbytes(spec)
+        header[name] = {
             "dtype": spec.dtype,
             "shape": list(spec.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [position, end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+        position = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name, spec in tensors:
+            written = 0
+            for piece in tensor(name, spec):
+                file.write(piece)
+                written += len(piece)
+                on_bytes(len(piece))
+            if written != nbytes(spec):
+                raise HeadraceError(f"{name}: {written} bytes were made, expected {nbytes(spec)}")
+    os.replace(partial, path)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
