@@ -12,6 +12,7 @@ import traceback
 
 import click
 
+from launch.bench.commands import group_command, io_command, ipc_command
 from launch.check import check_command
 from launch.generate import generate_command
 from launch.synth.command import synth_command
@@ -40,6 +41,8 @@ def bench() -> None:
 cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(synth_command)
+for command in (io_command, ipc_command, group_command):
+    bench.add_command(command)
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import zmq
-from expert_io.slices import SliceMap
 from tokenizers import Tokenizer
 
+from expert_io.slices import SliceMap
 from launch.memory import MemoryPlan, plan_memory
 from launch.options import GenerateOptions, GroupOptions
 from launch.processes import Processes
@@ -26,7 +26,6 @@ from protocol.layouts import Directory
 from protocol.messages import (
     Cancel,
     Finished,
-    Generate,
     Hello,
     Loading,
     PrefillProgress,
@@ -231,23 +230,8 @@ class ProcessGroup:
         return self._runtime.path / f"trace-{self._trace_number}-{name}.jsonl"
 
     def _send_generate(self, request: int, options: GenerateOptions) -> None:
-        message = Generate(
-            request,
-            list(options.prompt),
-            options.max_tokens,
-            options.temperature,
-            options.top_k,
-            options.top_p,
-            options.min_p,
-            options.seed,
-            list(options.stop),
-            options.ignore_eos,
-            options.frequency_penalty,
-            options.presence_penalty,
-            options.logprobs,
-        )
         try:
-            sent = self._control.send(message, to="compute")
+            sent = self._control.send(options.message(request), to="compute")
         except MalformedMessage as error:
             raise UsageError(f"the request is too large: {error}") from None
         if not sent:

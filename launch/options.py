@@ -6,10 +6,11 @@ Owns defaults and the checks that need no checkpoint. Sizes are bytes, times sec
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from protocol.errors import UsageError
+from protocol.messages import Generate
 
 GIB = 1 << 30
 
@@ -90,6 +91,11 @@ class GenerateOptions:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logprobs: int | None = None
+
+    def message(self, request: int) -> Generate:
+        """This as request number `request`."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Generate(request, **{**chosen, "stop": list(self.stop)})
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

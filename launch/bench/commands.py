@@ -1,0 +1,99 @@
+"""The `bench` commands: their options and what they print.
+
+The measurements stand in the modules beside this one, imported when asked for: two of them load
+torch, which `--help` should not wait for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from launch.options import parse_size
+
+
+@click.command("io")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--readers", default=4, show_default=True, help="Reader processes, and preadv loops.")
+@click.option("--rounds", default=7, show_default=True, help="Rounds; medians are over them.")
+@click.option("--round", "round_size", default="512MiB", show_default=True, help="Bytes a round.")
+@click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
+@click.option("--direct/--buffered", default=True, show_default=True, help="Use O_DIRECT.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def io_command(
+    directory: Path,
+    readers: int,
+    rounds: int,
+    round_size: str,
+    piece: str,
+    direct: bool,
+    as_json: bool,
+) -> None:
+    """How fast the experts of the checkpoint in DIR come through the service.
+
+    Against as many processes that only preadv the same bytes. For the released size without the
+    released files: headrace synth DIR --preset wide.
+    """
+    from launch.bench.io import run
+
+    figures = run(directory, readers, rounds, parse_size(round_size), parse_size(piece), direct)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    click.echo(
+        f"pool {figures['pool_gib_s']:.3f} GiB/s, preadv {figures['preadv_gib_s']:.3f} GiB/s, "
+        f"ratio {figures['ratio']:.3f} (medians of {figures['rounds']} rounds, "
+        f"{figures['readers']} readers, experts of {figures['expert_bytes'] / 1e6:.1f} MB)"
+    )
+
+
+@click.command("ipc")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--hits", default=20000, show_default=True, help="Looks to time.")
+@click.option("--misses", default=200, show_default=True, help="Misses to time.")
+@click.option("--readers", default=1, show_default=True, help="Reader processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: bool) -> None:
+    """What talking costs, over the checkpoint in DIR.
+
+    Microseconds to find a layer's resident experts, and what the service adds to a miss beyond the
+    read itself.
+    """
+    from launch.bench.ipc import run
+
+    figures = run(directory, hits, misses, readers)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    click.echo(
+        f"hit: {figures['hit_us_p50']:.1f} us for {figures['experts_a_layer']} experts "
+        f"(p99 {figures['hit_us_p99']:.1f}); a miss adds {figures['miss_overhead_us_p50']:.0f} us "
+        f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f})"
+    )
+
+
+@click.command("group")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--tokens", default=64, show_default=True, help="Tokens a round.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds; medians are over them.")
+@click.option("--threads", default=1, show_default=True, help="torch threads on both sides.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def group_command(directory: Path, tokens: int, rounds: int, threads: int, as_json: bool) -> None:
+    """What the process group costs, over the checkpoint in DIR, on the CPU.
+
+    Tokens/s with every expert resident, against the same model with its weights in one process;
+    both fit in memory only for a small checkpoint. The ratio is 1 where the group costs nothing.
+    """
+    from launch.bench.group import run
+
+    figures = run(directory, tokens, rounds, threads)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    click.echo(
+        f"group {figures['group_tokens_per_s']:.2f} tokens/s, one process "
+        f"{figures['one_process_tokens_per_s']:.2f}, ratio {figures['ratio']:.3f} "
+        f"(medians of {figures['rounds']} rounds)"
+    )

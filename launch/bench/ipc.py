@@ -1,0 +1,100 @@
+"""`headrace bench ipc`: what a hit costs compute, and what the service adds to a miss.
+
+A hit is a look at the directory in shared memory. A miss is timed from the demand to the expert's
+appearance in the directory; what the reader itself took is subtracted. One reader, so that its
+reads of one expert follow each other and the handing over between them counts as overhead too.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compute.arena_experts import ArenaExperts
+from compute.progress import ProgressPage
+from compute.slot_views import slot_views
+from launch.bench.expert_group import ExpertGroup
+from launch.bench.io import batched_by_layer
+from protocol import counters
+from protocol.layouts import ABSENT
+from protocol.trace import Tracer
+
+
+def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any]:
+    """Percentiles in microseconds over `hits` looks and `misses` reads."""
+    with ExpertGroup(checkpoint, slots=24, readers=readers, piece_bytes=1 << 30) as group:
+        picks = list(range(group.config.num_experts_per_tok))
+        group.fetch(0, picks)
+        hit = _time_hits(group, picks, hits)
+        miss = [_time_miss(group, *key) for key in _absent_keys(group, misses + 5)][5:]
+    return {
+        "hit_us_p50": float(np.percentile(hit, 50)),
+        "hit_us_p99": float(np.percentile(hit, 99)),
+        "miss_overhead_us_p50": float(np.percentile(miss, 50)),
+        "miss_overhead_us_p99": float(np.percentile(miss, 99)),
+        "experts_a_layer": len(picks),
+        "hits": hits,
+        "misses": misses,
+        "reads_a_miss": len(group.slices.experts[0][0].pieces),
+    }
+
+
+def _time_hits(group: ExpertGroup, picks: list[int], count: int) -> list[float]:
+    experts = ArenaExperts(
+        group.compute,
+        group.directory,
+        ProgressPage(group.progress),
+        slot_views(group.arena, group.config, torch.device("cpu")),
+        Tracer("bench"),
+        stall_timeout=10.0,
+        verify_slots=False,
+    )
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        words = experts.look_up(0, picks)
+        here = ABSENT not in words
+        times.append((time.perf_counter() - begin) * 1e6)
+        assert here
+    return times
+
+
+def _absent_keys(group: ExpertGroup, count: int) -> list[tuple[int, int]]:
+    """Experts in an order in which none is resident when its turn comes."""
+    every = [
+        (layer, expert)
+        for layer in range(group.config.num_hidden_layers)
+        for expert in range(group.config.n_routed_experts)
+    ]
+    return [every[(n * 7919 + 40) % len(every)] for n in range(count)]
+
+
+def _time_miss(group: ExpertGroup, layer: int, expert: int) -> float:
+    for others_layer, others in batched_by_layer(_others(group, layer, expert), 8):
+        if group.directory.entry[layer, expert] == ABSENT:
+            break
+        group.fetch(others_layer, others)
+    group.bump_epoch()
+    before = group.stats()[counters.READ_SECONDS]
+    entry = group.directory.entry
+    begin = time.perf_counter()
+    group.ask(layer, [expert])
+    while entry[layer, expert] == ABSENT:
+        group.compute.receive(0.01)
+    total = time.perf_counter() - begin
+    group.done_with(group.demands)
+    return (total - (group.stats()[counters.READ_SECONDS] - before)) * 1e6
+
+
+def _others(group: ExpertGroup, layer: int, expert: int) -> list[tuple[int, int]]:
+    """Experts whose reading pushes this one out."""
+    return [
+        (other, e)
+        for other in range(group.config.num_hidden_layers)
+        for e in range(group.config.n_routed_experts)
+        if (other, e) != (layer, expert)
+    ]
