@@ -181,7 +181,7 @@ def _expect(what: str, found: object, expected: object) -> None:
         raise HeadraceError(f"{what}: shared memory has {found}, the checkpoint needs {expected}")
 
 
-def _device(name: str) -> torch.device:
+def open_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -206,7 +206,7 @@ def _assemble(
     spec: ComputeSpec, context: zmq.Context[zmq.Socket[bytes]], control: Channel, tracer: Tracer
 ) -> tuple[TextGenerator, dict[str, str]]:
     """A generator over the checkpoint and the group's shared memory, and the facts about it."""
-    device = _device(spec.device)
+    device = open_device(spec.device)
     checkpoint = Path(spec.checkpoint)
     config = ModelConfig.load(checkpoint)
     token_bytes = TokenBytes.load(checkpoint, [config.eos_token_id])
