@@ -12,6 +12,7 @@ and read whole; a payload is complete before the word that publishes it is writt
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import struct
@@ -134,7 +135,9 @@ class SharedRegion:
         os.pwrite(self.fd, _HEADER.pack(MAGIC, LAYOUT_VERSION, self.KIND, *padded), 0)
 
     def _array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
-        return np.ndarray(shape, dtype, buffer=self.memory, offset=PAGE + offset)
+        # Unlike np.ndarray(buffer=...), this keeps the mapping from being closed under a view.
+        flat = np.frombuffer(self.memory, dtype, math.prod(shape), PAGE + offset)
+        return flat.reshape(shape)
 
 
 class Arena(SharedRegion):
