@@ -9,6 +9,7 @@ Never maps a file: a page fault a 4 KiB costs a tenth of the disk's speed.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class ShardFiles:
         self._paths = paths
         self._preadv = preadv
         self._descriptors: dict[int, int] = {}
-        self.direct = direct and _takes_direct(paths[0])
+        self.direct = direct and takes_direct(paths[0], preadv)
 
     def read(self, file: int, offset: int, needed: int, memory: memoryview) -> None:
         """Fill `memory` from `offset`; the file may end after `needed` bytes. Raises ReadError."""
@@ -55,27 +56,25 @@ class ShardFiles:
                 attempt += 1
 
     def _fill(self, file: int, offset: int, memory: memoryview) -> int:
-        descriptor = self._open(file)
         got = 0
         while got < len(memory):
-            count = self._read_some(file, descriptor, memory[got:], offset + got)
-            if count == 0:
-                break
+            count = self._read_some(file, memory[got:], offset + got)
             got += count
             # O_DIRECT goes on at block boundaries only, and a partial block is the file's end.
-            if self.direct and count % BLOCK:
+            if count == 0 or (self.direct and count % BLOCK):
                 break
         if not self.direct:
-            os.posix_fadvise(descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+            advice = os.POSIX_FADV_DONTNEED
+            os.posix_fadvise(self._open(file), offset, len(memory), advice)
         return got
 
-    def _read_some(self, file: int, descriptor: int, memory: memoryview, offset: int) -> int:
+    def _read_some(self, file: int, memory: memoryview, offset: int) -> int:
         try:
-            return self._preadv(descriptor, [memory], offset)
+            return self._preadv(self._open(file), [memory], offset)
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-        # Some file systems take the flag and refuse the read: buffered from here on.
+        # The shards may lie on several file systems, and this one refuses: buffered from here on.
         self.direct = False
         for number in list(self._descriptors):
             self._close(number)
@@ -93,9 +92,17 @@ class ShardFiles:
             os.close(descriptor)
 
 
-def _takes_direct(path: str) -> bool:
+def takes_direct(path: str, preadv: Preadv = os.preadv) -> bool:
+    """Whether a block of `path` can be read by O_DIRECT: some file systems take the flag only."""
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return False
+    try:
+        with mmap.mmap(-1, BLOCK) as block, memoryview(block) as memory:
+            preadv(descriptor, [memory], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     return True

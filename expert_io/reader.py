@@ -67,6 +67,10 @@ class Reader:
         self._control.register(poller)
         self._orders.register(poller)
         way = "O_DIRECT" if self._files.direct else "buffered, page cache dropped"
+        if self._spec.direct and not self._files.direct:
+            way += " (the file system does not take O_DIRECT)"
+        if self._spec.bandwidth or self._spec.latency:
+            way += "; disk emulated" + _emulation(self._spec)
         self._control.send(Ready(self._name, {"expert reads": way}))
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
         while True:
@@ -126,19 +130,22 @@ class Reader:
             and all(order.arena_offset <= at <= end for at in order.scales)
         ):
             raise ReadError(f"read order {order.order} points outside the arena or the files")
+        begin = time.monotonic()
         self._struck = self._faults.strike(order.layer, order.expert)
-        self._slow_down(order)
+        self._break()
         memory = self._memory[order.arena_offset : end]
         self._files.read(order.file, order.offset, order.needed, memory)
         self._check_scales(order)
+        self._emulate_disk(order, begin)
 
     def _check_scales(self, order: ReadOrder) -> None:
         flat = self._arena.data.reshape(-1)
         for begin, end in zip(order.scales[::2], order.scales[1::2], strict=True):
             if begin < end and np.max(flat[begin:end]) == NAN_SCALE:
+                at = order.offset - order.arena_offset + begin
                 raise ReadError(
-                    f"{self._spec.files[order.file]}: layer {order.layer} expert {order.expert} "
-                    "has a scale that is not a number (byte 255); fetch the file again"
+                    f"{self._spec.files[order.file]}: a scale in the {end - begin} bytes at offset "
+                    f"{at} is not a number (byte 255); fetch the file again"
                 )
 
     # --- breaking it on purpose -------------------------------------------------------------------
@@ -152,19 +159,30 @@ class Reader:
                 return 0
         return os.preadv(descriptor, buffers, offset)
 
-    def _slow_down(self, order: ReadOrder) -> None:
-        """The emulated disk's time, and delays, deaths and hangs asked for by a fault plan."""
+    def _break(self) -> None:
+        """Delays, deaths and hangs that a fault plan asks for."""
+        for fault in self._struck:
+            if fault.action == "die":
+                os.abort()
+            if fault.action == "hang":
+                time.sleep(WAIT_S)
+            if fault.action == "delay":
+                time.sleep(self._faults.delay(fault))
+
+    def _emulate_disk(self, order: ReadOrder, begin: float) -> None:
+        """Take as long as the emulated disk would, all readers sharing its bandwidth."""
         spec = self._spec
         seconds = spec.latency
         if spec.bandwidth:
             seconds += order.length * spec.readers / spec.bandwidth
-        for fault in self._struck:
-            if fault.action == "die":
-                os.abort()
-            seconds += WAIT_S if fault.action == "hang" else 0.0
-            seconds += self._faults.delay(fault) if fault.action == "delay" else 0.0
-        if seconds:
-            time.sleep(seconds)
+        left = begin + seconds - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+
+def _emulation(spec: ReaderSpec) -> str:
+    bandwidth = f" {spec.bandwidth / 1e9:g} GB/s" if spec.bandwidth else ""
+    return bandwidth + (f" {spec.latency * 1e6:g} us a read" if spec.latency else "")
 
 
 def serve(spec: ReaderSpec) -> None:

@@ -8,13 +8,16 @@ malformed or senseless message is counted and dropped. Started by the supervisor
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
+from collections import defaultdict, deque
 from pathlib import Path
 
 import uvloop
 import zmq
 
+from expert_io.demand_spans import DemandSpans
 from expert_io.policy import make_policy
 from expert_io.residency import Outcome, Residency
 from expert_io.slices import SliceMap
@@ -54,6 +57,7 @@ COMPUTE = "compute"
 # Compute's progress sends no message: while a read waits for it, look this often.
 PROGRESS_LOOK_S = 0.0005
 WATCH_S = 0.25
+TRACE_SAMPLE_S = 0.02
 
 
 class ExpertService:
@@ -65,6 +69,7 @@ class ExpertService:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tracer = Tracer(NAME, spec.trace)
+        self._spans = DemandSpans(self._tracer)
         control.send(Loading(NAME, "expert slice map", 0.0))
         directory = Path(spec.checkpoint)
         self._config = ModelConfig.load(directory)
@@ -84,11 +89,13 @@ class ExpertService:
             predicted_in_flight=spec.predicted_in_flight,
         )
         self.residency.warm([(key >> 16, key & 0xFFFF) for key in spec.warm_experts])
-        self._idle: list[int] = []
+        # What was built lives as long as the process; without this every collection walks it.
+        gc.freeze()
+        self._idle: deque[int] = deque()
         self._incarnations: dict[int, int] = {}
-        self._stuck: set[int] = set()
-        self._read_seconds = 0.0
-        self._rejected = 0
+        self._reported: dict[int, float] = {}
+        self._own: defaultdict[str, float] = defaultdict(float)
+        self._sampled = (time.monotonic(), 0.0)
         self._looking = False
         self._stop = asyncio.Event()
 
@@ -101,7 +108,8 @@ class ExpertService:
         while not self._stop.is_set():
             self._watch_readers()
             try:
-                await asyncio.wait_for(self._stop.wait(), WATCH_S)
+                pause = TRACE_SAMPLE_S if self._tracer.enabled else WATCH_S
+                await asyncio.wait_for(self._stop.wait(), pause)
             except TimeoutError:
                 continue
         self._tracer.stop()
@@ -116,6 +124,8 @@ class ExpertService:
                 self._control.send(StatsReply(request, NAME, self._figures()))
             case TraceStart(path):
                 self._tracer.start(path)
+                read = self.residency.counts[counters.READ_BYTES]
+                self._sampled = (time.monotonic(), read)
             case TraceStop():
                 self._tracer.stop()
                 self._control.send(TraceStopped(NAME))
@@ -123,34 +133,42 @@ class ExpertService:
     def _on_compute(self, sender: str, message: Message) -> None:
         match message:
             case Demand(demand, layer, experts) if self._known(layer, experts):
+                self._spans.asked(demand, layer, experts)
                 landed = self.residency.demand(demand, layer, experts)
                 if landed:
                     self._compute.send(Landed(demand, landed), to=sender)
-            case Hint(step, layer, picks, ahead, predicted, _) if self._known(layer, picks) and (
-                not predicted or self._known(ahead, predicted)
+                    self._spans.answered(demand, landed)
+            case Hint(step, layer, picks, ahead, predicted, scores) if (
+                self._known(layer, picks)
+                and (not predicted or self._known(ahead, predicted))
+                and len(scores) == len(predicted)
             ):
                 self.residency.hint(step, layer, picks, ahead, predicted)
             case _:
-                self._rejected += 1
+                self._own[counters.MALFORMED_MESSAGES] += 1
         self._give_orders()
 
-    def _on_reader(self, sender: str, message: Message) -> None:
+    def _on_reader(self, _sender: str, message: Message) -> None:
         match message:
             case ReaderHello(reader, incarnation, _) if 0 <= reader < self._spec.readers:
                 self._greet(reader, incarnation)
-            case ReadDone(reader, incarnation, number, seconds) if self._current(
-                reader, incarnation
+            case ReadDone(reader, incarnation, number, seconds) if self._holds(
+                reader, incarnation, number
             ):
-                self._read_seconds += seconds
+                self._own[counters.READ_SECONDS] += seconds
                 self._idle.append(reader)
                 self._report(self.residency.done(number, reader))
-            case ReadFailed(reader, incarnation, number, reason) if self._current(
-                reader, incarnation
+            case ReadFailed(reader, incarnation, number, reason) if self._holds(
+                reader, incarnation, number
             ):
                 self._idle.append(reader)
                 self._report(self.residency.failed(number, reader, reason))
+            case ReadDone(reader, incarnation, _) | ReadFailed(reader, incarnation, _) if (
+                incarnation < self._incarnations.get(reader, -1)
+            ):
+                pass  # The last words of a reader that has been replaced.
             case _:
-                self._rejected += 1
+                self._own[counters.MALFORMED_MESSAGES] += 1
         self._give_orders()
 
     def _greet(self, reader: int, incarnation: int) -> None:
@@ -158,16 +176,23 @@ class ExpertService:
         if incarnation <= known:
             return
         self._incarnations[reader] = incarnation
-        self._stuck.discard(reader)
-        self._report(self.residency.reader_lost(reader))
+        self._reported.pop(reader, None)
+        if known >= 0:
+            self._own[counters.READERS_REPLACED] += 1
+            self._report(self.residency.reader_lost(reader))
         if reader not in self._idle:
             self._idle.append(reader)
         if known < 0 and len(self._incarnations) == self._spec.readers:
             self._control.send(Ready(NAME, {"eviction": self._spec.policy}))
 
-    def _current(self, reader: int, incarnation: int) -> bool:
-        """Whether this incarnation is the one that holds the reader's orders now."""
-        return self._incarnations.get(reader) == incarnation
+    def _holds(self, reader: int, incarnation: int, number: int) -> bool:
+        """Whether this order is in the hands of this incarnation of the reader."""
+        order = self.residency.queue.orders.get(number)
+        return (
+            order is not None
+            and order.reader == reader
+            and self._incarnations.get(reader) == incarnation
+        )
 
     def _known(self, layer: int, experts: list[int]) -> bool:
         return 0 <= layer < self._config.num_hidden_layers and all(
@@ -183,7 +208,7 @@ class ExpertService:
             order = self.residency.next_order(reader, now)
             if order is None:
                 break
-            del self._idle[0]
+            self._idle.popleft()
             piece, read = order.piece, order.read
             base = read.slot * self._slot_bytes
             message = ReadOrder(
@@ -210,30 +235,39 @@ class ExpertService:
     def _report(self, outcome: Outcome) -> None:
         for demand, expert in outcome.landed:
             self._compute.send(Landed(demand, [expert]), to=COMPUTE)
+            self._spans.answered(demand, [expert])
         for demand, expert, reason in outcome.failed:
             self._compute.send(DemandFailed(demand, expert, reason), to=COMPUTE)
+            self._spans.answered(demand, [expert])
+
+    # --- what no message brings -------------------------------------------------------------------
 
     def _watch_readers(self) -> None:
-        """Report readers that hold an order for too long, once each; sample the trace's counters."""
-        now = time.monotonic()
+        """Report a reader that holds an order for too long, again while nobody replaces it."""
+        now, bound = time.monotonic(), self._spec.order_timeout
         for order in self.residency.queue.orders.values():
-            late = now - order.since
-            if late > self._spec.order_timeout and order.reader not in self._stuck:
-                self._stuck.add(order.reader)
+            since = max(order.since, self._reported.get(order.reader, 0.0))
+            if now - since > bound:
+                self._reported[order.reader] = now
                 incarnation = self._incarnations[order.reader]
-                self._control.send(ReaderStuck(order.reader, incarnation, late))
+                self._control.send(ReaderStuck(order.reader, incarnation, now - order.since))
         if self._tracer.enabled:
-            figures = self.residency.figures()
-            for name in (counters.QUEUE_DEPTH, counters.RESIDENT_EXPERTS, counters.READ_BYTES):
-                self._tracer.counter(name, value=figures.get(name, 0.0))
+            self._sample(now)
+
+    def _sample(self, now: float) -> None:
+        figures = self.residency.figures()
+        for name in (counters.QUEUE_DEPTH, counters.RESIDENT_EXPERTS):
+            self._tracer.counter(name, value=figures[name])
+        (before, had), has = self._sampled, figures.get(counters.READ_BYTES, 0.0)
+        self._sampled = (now, has)
+        if now > before:
+            self._tracer.counter("read bytes/s", value=(has - had) / (now - before))
 
     def _figures(self) -> dict[str, float]:
+        figures = self.residency.figures() | self._own
         malformed = sum(c.malformed for c in (self._control, self._compute, self._readers))
-        return {
-            **self.residency.figures(),
-            counters.READ_SECONDS: self._read_seconds,
-            counters.MALFORMED_MESSAGES: malformed + self._rejected,
-        }
+        figures[counters.MALFORMED_MESSAGES] = malformed + self._own[counters.MALFORMED_MESSAGES]
+        return figures
 
 
 def _check_geometry(
