@@ -5,16 +5,19 @@ Owns the shared regions and the translation of `GroupOptions` into specs; starts
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from launch.memory import MemoryPlan
-from launch.options import GroupOptions
+from launch.options import GroupOptions, format_size
 from launch.processes import Launch, reader_name
 from launch.runtime_directory import RuntimeDirectory
 from protocol.config import ModelConfig
+from protocol.errors import ResourceError
 from protocol.layouts import Arena, Directory, EngramRing, Progress
 from protocol.specs import ComputeSpec, EngramServiceSpec, ExpertServiceSpec, ReaderSpec
 
@@ -34,8 +37,11 @@ class Regions:
     @classmethod
     def allocate(cls, config: ModelConfig, options: GroupOptions, plan: MemoryPlan) -> Self:
         """Raises ResourceError where memory does not suffice."""
+        arena = Arena.create(slots=plan.slots, slot_bytes=plan.slot_bytes)
+        if options.pin == "on":
+            lock_memory(arena)
         return cls(
-            Arena.create(slots=plan.slots, slot_bytes=plan.slot_bytes),
+            arena,
             Directory.create(
                 layers=config.num_hidden_layers,
                 experts=config.n_routed_experts,
@@ -55,6 +61,21 @@ class Regions:
         """Drop this process's hold on all of it."""
         for region in (self.arena, self.directory, self.progress, self.ring):
             region.close()
+
+
+def lock_memory(arena: Arena) -> None:
+    """Keep the arena's pages in memory while this process lives. Raises ResourceError.
+
+    The pages are shared, so that one process's lock holds them for all.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size = arena.data.ctypes.data, arena.data.nbytes
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
+        raise ResourceError(
+            f"--pin on: {format_size(size)} cannot be locked in memory "
+            f"({os.strerror(ctypes.get_errno())}); raise the limit (ulimit -l unlimited) or use "
+            "--pin off"
+        )
 
 
 @dataclass(frozen=True, slots=True)
