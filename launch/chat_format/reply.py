@@ -65,7 +65,10 @@ class Place(Enum):
 
 
 class ReplyParser:
-    """Reads one reply. `accept_calls` False drops calls the model was not offered."""
+    """Reads one reply. `accept_calls` False drops calls the model was not offered.
+
+    `ended`: the reply is over. `abandoned`: it is, although the model would go on.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class ReplyParser:
         self._quoted = False
         self._closing = False
         self._first: list[Delta] = []
-        self.ended = False
+        self.ended = self.abandoned = False
         self.content_characters = 0
         thinking = conversation.effort is not None and conversation.force_call is None
         self._place = Place.REASONING if thinking else Place.CONTENT
@@ -95,7 +98,7 @@ class ReplyParser:
     @property
     def in_content(self) -> bool:
         """Whether the next ordinary token is part of the answer."""
-        return self._place is Place.CONTENT
+        return self._place is Place.CONTENT and not self.ended
 
     @property
     def in_reasoning(self) -> bool:
@@ -141,6 +144,8 @@ class ReplyParser:
 
     def _control(self, token: int) -> Iterator[Delta]:
         if token == self._tokens.eos or token in self._tokens.turns:
+            # Going on as somebody else is no part of a reply, and nobody wants the rest of it.
+            self.abandoned = token != self._tokens.eos
             yield from self.finish()
         elif token == self._tokens.dsml:
             yield from self._enter_tag()

@@ -1,0 +1,170 @@
+"""The server's routes. Each checks what it is given, asks the service, and shapes the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from launch.chat_format.reply import ReplyParser
+from launch.server.answers import PlainReader
+from launch.server.bodies import ChatBody, CompletionBody, parse_body
+from launch.server.connection import ClientLeft, read_body, while_connected
+from launch.server.engine import Engine
+from launch.server.errors import ApiError
+from launch.server.guard import Guard
+from launch.server.metrics import metrics_text
+from launch.server.monitor import KEPT_SAMPLES, Monitor, health
+from launch.server.options import ServerOptions
+from launch.server.recording import MOST_TOKENS, Recorder
+from launch.server.service import Service
+from launch.server.shapes import ChatShape, CompletionShape
+from protocol.errors import HeadraceError
+
+# Everything the page needs is inside it, and it talks to nobody but this server.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+PAGE_HEADERS = {
+    "Content-Security-Policy": PAGE_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def build_app(engine: Engine, options: ServerOptions) -> Starlette:
+    """The ASGI application over a started engine. Raises HeadraceError."""
+    service = Service(engine, options)
+    monitor = Monitor(engine, service.activity, service.line)
+    recorder = Recorder(engine, service.activity)
+
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(await read_body(request, options.max_body), ChatBody)
+        service.check_model(body.model)
+        conversation = service.translator.conversation(body)
+        generate = await service.translator.chat_options(body, conversation)
+        tokens = service.translator.chat_tokens
+        assert tokens is not None
+        reader = ReplyParser(
+            service.token_bytes,
+            tokens,
+            service.vocabulary.special,
+            conversation,
+            accept_calls=bool(conversation.tools),
+        )
+        shape = ChatShape(service.model, service.token_bytes, stream=body.stream)
+        return await service.respond(request, body, generate, reader, shape)
+
+    async def completions(request: Request) -> Response:
+        body = parse_body(await read_body(request, options.max_body), CompletionBody)
+        service.check_model(body.model)
+        generate = await service.translator.completion_options(body)
+        shape = CompletionShape(service.model, service.token_bytes)
+        reader = PlainReader(service.token_bytes)
+        return await service.respond(request, body, generate, reader, shape)
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [service.describe_model()]})
+
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(service.describe_model())
+
+    async def show_health(request: Request) -> Response:
+        status, body = await health(engine)
+        return JSONResponse(body, status)
+
+    async def metrics(request: Request) -> Response:
+        text = metrics_text(await engine.stats(), service.activity, service.line)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def stats(request: Request) -> Response:
+        wanted = request.query_params.get("history", "0")
+        history = min(int(wanted), KEPT_SAMPLES) if wanted.isdigit() else 0
+        await monitor.look()
+        return JSONResponse({"model": service.model, **monitor.figures(history)})
+
+    async def residency(request: Request) -> Response:
+        return JSONResponse(monitor.residency())
+
+    async def trace(request: Request) -> Response:
+        wanted = request.query_params.get("tokens", "100")
+        if not wanted.isdigit() or not 1 <= int(wanted) <= MOST_TOKENS:
+            raise ApiError(400, f"tokens: expected 1 to {MOST_TOKENS}", param="tokens")
+        try:
+            recorded = await while_connected(request.receive, recorder.record(int(wanted)))
+        except ClientLeft:
+            return Response(status_code=499)
+        headers = {"Content-Disposition": 'attachment; filename="headrace-trace.json"'}
+        return Response(recorded, headers=headers, media_type="application/json")
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(page_text(), headers=PAGE_HEADERS)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await monitor.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", show_health),
+            Route("/metrics", metrics),
+            Route("/stats", stats),
+            Route("/residency", residency),
+            Route("/trace", trace, methods=["POST"]),
+            Route("/", page),
+        ],
+        middleware=[Middleware(Guard, options.api_key, options.loopback)],
+        exception_handlers={
+            ApiError: _api_error,
+            HeadraceError: _engine_error,
+            404: _not_found,
+            405: _not_allowed,
+            500: _unexpected,
+        },
+        lifespan=lifespan,
+    )
+
+
+@cache
+def page_text() -> str:
+    """The page, one self-contained HTML file."""
+    return (files("launch.server") / "page.html").read_text(encoding="utf-8")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    return ApiError(503, str(error)).response()
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return ApiError(404, f"there is no {request.url.path} here").response()
+
+
+async def _not_allowed(request: Request, error: Exception) -> Response:
+    return ApiError(405, f"{request.url.path} does not take {request.method}").response()
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return ApiError(500, f"unexpected {type(error).__name__}; please report it").response()
