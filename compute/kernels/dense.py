@@ -1,13 +1,12 @@
 """Products with the dense weights for a few tokens: fp8 in 32x32 tiles, and plain bf16.
 
-Owns the matrix-vector kernels of a decode step. One program owns a tile of rows and walks its share
-of K with asynchronous copies into shared memory; weights are decoded in the registers that feed the
-tensor cores, whose other operand is the tokens' columns. Results of one token do not depend on how
-many tokens share the launch: the additions along K are the same ones in the same order.
-
-A power-of-two scale never changes a mantissa, so the tile's scale multiplies the activations (32
-times fewer than the weights), and both products are exact: only the order of additions differs from
-a product of codes. Range: |activation * tile scale| below 2^67.
+Owns the matrix-vector kernels of a decode step, which have one job: keep enough of the weights on
+their way. An fp8 program loads 16 bytes a thread straight into registers, one row a warp at a time,
+and sums with fp32 FMAs: no shared memory and no barrier stands between one load and the next, and 16
+neighbouring products share one tile scale. Weights wider than that (bf16) go through asynchronous
+copies and the tensor cores. Both products are exact, so only the order of additions is ours. Each
+token is a program of its own, neighbours sharing the weights through the L2: its bits do not depend
+on how many tokens share the launch.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from compute.kernels.numeric import (
     PORTABLE,
     as_bf16,
     decode_e4m3,
-    decode_e4m3_pairs,
-    pair_order,
     power_of_two,
     prefetch_rows,
     release_next,
@@ -48,78 +45,46 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _fp8_operand(codes):
+def _decoded(codes):
+    """fp32 of uint8 e4m3 `codes`: one conversion instruction for two, where there is one."""
     if PORTABLE:
         return decode_e4m3(codes)
     else:
-        return decode_e4m3_pairs(codes)
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _operand_order(k):
-    if PORTABLE:
-        return k
-    else:
-        return pair_order(k)
+def _codes(weight, rows, inside, columns, end, K: tl.constexpr):
+    return tl.load(
+        weight + rows[:, None].to(tl.int64) * K + columns[None, :],
+        mask=inside[:, None] & (columns < end)[None, :],
+        other=0,
+    )
 
 
 @triton.jit
-def _scaled_tokens(
-    x, scale, k, end, x_stride, T: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr
-):
-    """[len(k), C] activations at columns `k` times the tiles' scales and 2^LIFT; one token fills all C."""
-    inside = k < end
-    s = power_of_two(tl.load(scale + k // 32, mask=inside, other=0)) * LIFT
-    if T == 1:
-        column = tl.load(x + k, mask=inside, other=0.0).to(tl.float32) * s
-        return tl.broadcast_to(column[:, None], (k.shape[0], C))
-    else:
-        t = tl.arange(0, C)
-        values = tl.load(
-            x + t[None, :] * x_stride + k[:, None],
-            mask=inside[:, None] & (t[None, :] < T),
-            other=0.0,
-        )
-        return values.to(tl.float32) * s[:, None]
+def _scaled_sums(codes, token, tile_scales, k, end, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """fp32 [ROWS, DEPTH / 16]: products summed by 16 columns, which lie in one tile, times its scale."""
+    products = tl.reshape(_decoded(codes) * token[None, :], (ROWS, DEPTH // 16, 16))
+    block = k // 16 + tl.arange(0, DEPTH // 16)
+    scale = power_of_two(tl.load(tile_scales + block // 2, mask=block * 16 < end, other=0))
+    return tl.sum(products, axis=2) * scale[None, :]
 
 
 @triton.jit
 def fp8_rows(
-    x,
-    x_stride,
-    weight,
-    scale,
-    rows,
-    tile_row,
-    row_count,
-    start,
-    end,
-    K: tl.constexpr,
-    T: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """fp32 [ROWS, C]: `rows` of an fp8 weight times the tokens, over columns start..end."""
-    LIFT: tl.constexpr = 1.0 if PORTABLE else 2.0**60
-    columns = tl.arange(0, DEPTH)
-    order = _operand_order(columns)
-    tile_scales = scale + tile_row * (K // 32)
-    acc = tl.zeros((ROWS, C), tl.float32)
-    tokens = _scaled_tokens(x, tile_scales, start + order, end, x_stride, T, C, LIFT)
-    for k in tl.range(start, end, DEPTH, num_stages=STAGES):
-        codes = tl.load(
-            weight + rows[:, None].to(tl.int64) * K + (k + columns)[None, :],
-            mask=(rows < row_count)[:, None] & (k + columns < end)[None, :],
-            other=0,
-        )
-        # Loaded one round ahead: these loads are too narrow for the asynchronous copies.
-        upcoming = _scaled_tokens(x, tile_scales, k + DEPTH + order, end, x_stride, T, C, LIFT)
-        operand = _fp8_operand(codes)
-        acc = tl.dot(operand, tokens.to(operand.dtype), acc, input_precision="ieee")
-        tokens = upcoming
-    return acc * LIFT
+    x, weight, scale, rows, inside, start, end,
+    K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """fp32 [ROWS]: `rows` (all of one tile row) of an fp8 weight times one token, columns start..end."""
+    tile_scales = scale + tl.program_id(1) * ROWS // 32 * (K // 32)
+    acc = tl.zeros((ROWS, DEPTH // 16), tl.float32)
+    for k in range(start, end, DEPTH):
+        columns = k + tl.arange(0, DEPTH)
+        codes = _codes(weight, rows, inside, columns, end, K)
+        token = tl.load(x + columns, mask=columns < end, other=0.0).to(tl.float32)
+        acc += _scaled_sums(codes, token, tile_scales, k, end, ROWS, DEPTH)
+    return tl.sum(acc, axis=1)
 
 
 @triton.jit
@@ -167,67 +132,58 @@ PICKS_OUT = tl.constexpr(4)  # bf16, each routed expert by itself
 @triton.jit
 def _fp8_matvec(
     x, x_stride, weight, scale, out, row_count, share, streams, post, comb, pre,
-    K: tl.constexpr, T: tl.constexpr, C: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    OUT: tl.constexpr, HC: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-   
+    K: tl.constexpr, GROUP_ROWS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     release_next()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, tokens = tl.program_id(0), tl.num_programs(0)
+    first = tl.program_id(1) * ROWS
+    rows = first + tl.arange(0, ROWS)
     inside = rows < row_count
-    start = tl.program_id(1) * share
+    start = tl.program_id(2) * share
     end = tl.minimum(start + share, K)
     prefetch_rows(weight, rows, K, inside, start, end, LINES)
     wait_for_previous()
-    group = tl.program_id(0) * ROWS // GROUP_ROWS
-    acc = fp8_rows(
-        x + group * K, x_stride, weight, scale, rows, tl.program_id(0) * ROWS // 32, row_count,
-        start, end, K, T, C, ROWS, DEPTH, STAGES,
-    )  # fmt: skip
+    x += token * x_stride + first // GROUP_ROWS * K
+    acc = fp8_rows(x, weight, scale, rows, inside, start, end, K, ROWS, DEPTH)
     if OUT == STREAMS_OUT:
-        # All C columns hold the one token's result, so the greatest of them is any of them.
-        y = to_bf16(tl.max(acc, axis=1))
+        y = to_bf16(acc)
         mix_streams(y, rows, inside, streams, post, comb, pre, out, row_count, HC)
+    elif OUT == PARTIAL_OUT:
+        at = (tl.program_id(2) * tokens + token) * row_count + rows
+        tl.store(out + at, acc, mask=inside)
+    elif OUT == ROUNDED_OUT:
+        y = tl.reshape(round_trip_e4m3(tl.reshape(to_bf16(acc), (ROWS // 32, 32))), (ROWS,))
+        tl.store(out + token * row_count + rows, as_bf16(y), mask=inside)
     else:
-        t = tl.arange(0, C)
-        at = t[None, :] * row_count + rows[:, None]
-        mask = inside[:, None] & (t[None, :] < T)
-        if OUT == PARTIAL_OUT:
-            tl.store(out + tl.program_id(1) * T * row_count + at, acc, mask=mask)
-        elif OUT == ROUNDED_OUT:
-            rounded = tl.trans(round_trip_e4m3(tl.trans(to_bf16(acc))))
-            tl.store(out + at, rounded.to(tl.bfloat16), mask=mask)
-        else:
-            tl.store(out + at, as_bf16(acc), mask=mask)
+        tl.store(out + token * row_count + rows, as_bf16(acc), mask=inside)
 
 
 @triton.jit
 def _fp8_gate_up(
     x, x_stride, gate, gate_scale, up, up_scale, out, row_count, limit,
-    K: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-   
+    K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     release_next()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
-    tile_row = tl.program_id(0) * ROWS // 32
     prefetch_rows(gate, rows, K, inside, 0, K, LINES)
     prefetch_rows(up, rows, K, inside, 0, K, LINES)
     wait_for_previous()
-    g = fp8_rows(
-        x, x_stride, gate, gate_scale, rows, tile_row, row_count, 0, K,
-        K, T, C, ROWS, DEPTH, STAGES,
-    )  # fmt: skip
-    u = fp8_rows(
-        x, x_stride, up, up_scale, rows, tile_row, row_count, 0, K,
-        K, T, C, ROWS, DEPTH, STAGES,
-    )  # fmt: skip
-    a = to_bf16(swiglu(g, u, limit))
-    rounded = tl.trans(round_trip_e4m3(tl.trans(a)))
-    t = tl.arange(0, C)
-    at = t[None, :] * row_count + rows[:, None]
-    tl.store(out + at, rounded.to(tl.bfloat16), mask=inside[:, None] & (t[None, :] < T))
+    x += tl.program_id(0) * x_stride
+    tile = tl.program_id(1) * ROWS // 32 * (K // 32)
+    g = tl.zeros((ROWS, DEPTH // 16), tl.float32)
+    u = tl.zeros((ROWS, DEPTH // 16), tl.float32)
+    for k in range(0, K, DEPTH):
+        columns = k + tl.arange(0, DEPTH)
+        gate_codes = _codes(gate, rows, inside, columns, K, K)
+        up_codes = _codes(up, rows, inside, columns, K, K)
+        token = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
+        g += _scaled_sums(gate_codes, token, gate_scale + tile, k, K, ROWS, DEPTH)
+        u += _scaled_sums(up_codes, token, up_scale + tile, k, K, ROWS, DEPTH)
+    a = to_bf16(swiglu(tl.sum(g, axis=1), tl.sum(u, axis=1), limit))
+    rounded = tl.reshape(round_trip_e4m3(tl.reshape(a, (ROWS // 32, 32))), (ROWS,))
+    tl.store(out + tl.program_id(0) * row_count + rows, as_bf16(rounded), mask=inside)
 
 
 @triton.jit
@@ -297,7 +253,7 @@ def fp8_matvec(
     *,
     groups: int = 1,
     round_trip: bool = False,
-    tile: Tile = Tile(32, 256, 4, 4),
+    tile: Tile = Tile(32, 512, 8, 1),
     lines: int = 4,
 ) -> None:
     """`out` = `x` times an fp8 weight, for up to 8 tokens.
@@ -310,13 +266,12 @@ def fp8_matvec(
     tokens, (rows, columns) = _check_tokens(x), weight.shape
     partial = out.dtype == torch.float32
     splits = out.shape[0] if partial else 1
-    _fp8_matvec[(triton.cdiv(rows, tile.rows), splits)](
+    _fp8_matvec[(tokens, triton.cdiv(rows, tile.rows), splits)](
         x, x.stride(0), weight, scale, out, rows, _share(columns, splits, tile.depth),
         out, out, out, out,
-        K=columns, T=tokens, C=MOST_TOKENS, GROUP_ROWS=rows // groups,
+        K=columns, GROUP_ROWS=rows // groups,
         OUT=PARTIAL_OUT if partial else ROUNDED_OUT if round_trip else BF16_OUT, HC=4,
-        ROWS=tile.rows, DEPTH=tile.depth, STAGES=tile.stages, LINES=lines,
-        num_warps=tile.warps, **PDL,
+        ROWS=tile.rows, DEPTH=tile.depth, LINES=lines, num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 
@@ -330,7 +285,7 @@ def fp8_matvec_to_streams(
     pre: torch.Tensor,
     collapsed: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 256, 4, 4),
+    tile: Tile = Tile(32, 512, 8, 1),
     lines: int = 4,
 ) -> None:
     """One token's sublayer output y = `x` times an fp8 weight, put back into the streams at once.
@@ -339,11 +294,10 @@ def fp8_matvec_to_streams(
     `collapsed` bf16 [1, N] = bf16(sum_j pre_j S'_j). `post`, `pre` fp32 [1, hc], `comb` fp32 [1, hc, hc].
     """
     rows, columns = weight.shape
-    _fp8_matvec[(triton.cdiv(rows, tile.rows), 1)](
+    _fp8_matvec[(1, triton.cdiv(rows, tile.rows), 1)](
         x, x.stride(0), weight, scale, collapsed, rows, columns, streams, post, comb, pre,
-        K=columns, T=1, C=MOST_TOKENS, GROUP_ROWS=rows, OUT=STREAMS_OUT, HC=streams.shape[1],
-        ROWS=tile.rows, DEPTH=tile.depth, STAGES=tile.stages, LINES=lines,
-        num_warps=tile.warps, **PDL,
+        K=columns, GROUP_ROWS=rows, OUT=STREAMS_OUT, HC=streams.shape[1],
+        ROWS=tile.rows, DEPTH=tile.depth, LINES=lines, num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 
@@ -356,7 +310,7 @@ def fp8_gate_up(
     out: torch.Tensor,
     *,
     limit: float,
-    tile: Tile = Tile(32, 256, 4, 4),
+    tile: Tile = Tile(32, 512, 8, 1),
     lines: int = 4,
 ) -> None:
     """The shared expert's gate, up, clamped SwiGLU and the rounding its down product takes.
@@ -364,10 +318,9 @@ def fp8_gate_up(
     `x` bf16 [T, K] rounded; weights uint8 [I, K], scales [I/32, K/32]; `out` bf16 [T, I].
     """
     tokens, (rows, columns) = _check_tokens(x), gate.shape
-    _fp8_gate_up[(triton.cdiv(rows, tile.rows),)](
+    _fp8_gate_up[(tokens, triton.cdiv(rows, tile.rows))](
         x, x.stride(0), gate, gate_scale, up, up_scale, out, rows, limit,
-        K=columns, T=tokens, C=MOST_TOKENS,
-        ROWS=tile.rows, DEPTH=tile.depth, STAGES=tile.stages, LINES=lines,
+        K=columns, ROWS=tile.rows, DEPTH=tile.depth, LINES=lines,
         num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
@@ -377,7 +330,7 @@ def bf16_matvec(
     weight: torch.Tensor,
     out: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 128, 2, 4),
+    tile: Tile = Tile(32, 256, 2, 4),
     lines: int = 4,
 ) -> None:
     """`out` = bf16 `x` [T, K] times a bf16 `weight` [N, K], accumulated in fp32, for up to 8 tokens.

@@ -1,11 +1,14 @@
 """Routed experts straight from their packed fp4 bytes, wherever those lie.
 
-Owns the two kernels of the routed experts. Both take a table of addresses, six a pick (gate, gate
-scale, up, up scale, down, down scale), each in device memory or in registered host memory: where an
-expert lies never chooses the arithmetic. Codes are decoded eight a register in front of the tensor
-cores and carry their row's scale; the other operand is the one token in every column. All products
-are exact, so only the order of additions is ours: along K in the order of the loop, over the picks in
-ascending expert id. Range: weight scales at most 2^41.
+Owns the kernels of the routed experts. Both take a table of addresses, six a pick (gate, gate scale,
+up, up scale, down, down scale), each in device memory or in registered host memory: where an expert
+lies never chooses the arithmetic.
+
+At 4 bits a weight the arithmetic is the bottleneck, not the bytes, so it is done in integers: twice
+an e2m1 value is a small integer, 512 times an e4m3 activation is one of 19 bits, held as three signed
+bytes (`Limbs`), and byte dot products add 4 columns an instruction. The sum over a scale's 32 columns
+is exact; only the additions of such sums round, along K in the order of the loop, over the picks in
+ascending expert id.
 """
 
 from __future__ import annotations
@@ -16,22 +19,18 @@ import triton.language as tl
 
 from compute.kernels.dense import BF16_OUT, PICKS_OUT, STREAMS_OUT, Tile, mix_streams
 from compute.kernels.launching import PDL
+from compute.kernels.limbs import Limbs
 from compute.kernels.numeric import (
-    PORTABLE,
     as_bf16,
-    decode_e2m1,
-    decode_e2m1_pairs,
-    pair_order,
+    dot_eight,
     power_of_two,
     release_next,
-    round_trip_e4m3,
     swiglu,
     to_bf16,
     wait_for_previous,
 )
 
-GATE, GATE_SCALE, UP, UP_SCALE, DOWN, DOWN_SCALE = range(6)
-#: Addresses a pick has in the table, in the order above.
+#: Addresses a pick has in the table.
 ADDRESSES = 6
 #: What every address must be a multiple of, in bytes.
 ALIGNMENT = 16
@@ -43,151 +42,126 @@ def _bytes_at(address):
 
 
 @triton.jit
-def _address(table, pick, which: tl.constexpr):
-    return _bytes_at(tl.load(table + pick * 6 + which))
+def _words(address, rows, inside, word, WORDS_A_ROW: tl.constexpr):
+    pointer = _bytes_at(address).to(tl.pointer_type(tl.int32))
+    return tl.load(
+        pointer + rows[:, None] * WORDS_A_ROW + word[None, :],
+        mask=inside[:, None] & (word < WORDS_A_ROW)[None, :],
+        other=0,
+    )
 
 
 @triton.jit
-def _packed_dot(packed, scale, even, odd, acc, C: tl.constexpr):
-    """acc [ROWS, C] += fp4 tile `packed` [ROWS, BYTES] x its columns' tokens (both fp32 [BYTES])."""
-    ROWS: tl.constexpr = packed.shape[0]
-    BYTES: tl.constexpr = packed.shape[1]
-    if PORTABLE:
-        wide = tl.broadcast_to(power_of_two(scale)[:, :, None], (ROWS, BYTES // 16, 16))
-        wide = tl.reshape(wide, (ROWS, BYTES))
-        low = decode_e2m1(packed.to(tl.int32)) * wide
-        high = decode_e2m1(packed.to(tl.int32) >> 4) * wide
-        acc += tl.sum(low * even[None, :] + high * odd[None, :], axis=1)[:, None]
-        return acc
-    else:
-        # bf16 of 2^(scale - 127 + 126 - 40): the 2^126 a code lacks, and 2^-40 to stay in range.
-        lifted = ((tl.minimum(scale.to(tl.int32), 168) + 86) << 7).to(tl.int16)
-        wide = tl.broadcast_to(lifted.to(tl.bfloat16, bitcast=True)[:, :, None], (ROWS, BYTES // 16, 16))
-        low, high = decode_e2m1_pairs(packed, tl.reshape(wide, (ROWS, BYTES)))
-        acc = tl.dot(low, tl.broadcast_to(even.to(tl.bfloat16)[:, None], (BYTES, C)), acc)
-        return tl.dot(high, tl.broadcast_to(odd.to(tl.bfloat16)[:, None], (BYTES, C)), acc)
+def _token_words(limbs, word, K: tl.constexpr):
+    """int32 ([WORDS], [WORDS]): the limb's bytes for each word's first and last four columns."""
+    words = limbs.to(tl.pointer_type(tl.int32)) + word
+    first = tl.load(words, mask=word < K // 8, other=0)
+    return first, tl.load(words + K // 8, mask=word < K // 8, other=0)
 
 
 @triton.jit
-def _unlift(acc):
-    """[ROWS, C] accumulators to the [ROWS] results: every column holds the same."""
-    if PORTABLE:
-        return tl.max(acc, axis=1)
-    else:
-        return tl.max(acc, axis=1) * 1099511627776.0
+def _token(limbs, limb_stride, sums, scales, first_word, K: tl.constexpr, WORDS: tl.constexpr):
+    """What of one vector meets words first_word..+WORDS: its three limbs, group sums and scales."""
+    word = first_word + tl.arange(0, WORDS)
+    x0, x1 = _token_words(limbs, word, K)
+    y0, y1 = _token_words(limbs + limb_stride, word, K)
+    z0, z1 = _token_words(limbs + 2 * limb_stride, word, K)
+    group = first_word // 4 + tl.arange(0, WORDS // 4)
+    total = tl.load(sums + group, mask=group < K // 32, other=0)
+    scale = tl.load(scales + group, mask=group < K // 32, other=0.0)
+    return x0, x1, y0, y1, z0, z1, total * 16, scale * (1.0 / 1024.0)
 
 
 @triton.jit
-def _byte_order(BYTES: tl.constexpr):
-    if PORTABLE:
-        return tl.arange(0, BYTES)
-    else:
-        return pair_order(tl.arange(0, BYTES))
+def _scaled_sums(words, row_scale, token, zero, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """fp32 [ROWS, WORDS / 4]: the exact sums over 32 columns, times both scales."""
+    shape: tl.constexpr = (ROWS, WORDS)
+    sums = dot_eight(
+        words,
+        tl.broadcast_to(token[0][None, :], shape),
+        tl.broadcast_to(token[1][None, :], shape),
+        tl.broadcast_to(token[2][None, :], shape),
+        tl.broadcast_to(token[3][None, :], shape),
+        tl.broadcast_to(token[4][None, :], shape),
+        tl.broadcast_to(token[5][None, :], shape),
+        tl.full(shape, 0, tl.int32) + zero,
+    )
+    sums = tl.sum(tl.reshape(sums, (ROWS, WORDS // 4, 4)), axis=2) - token[6][None, :]
+    return sums.to(tl.float32) * (power_of_two(row_scale) * token[7][None, :])
 
 
 @triton.jit
-def _token_pairs(x, at, end):
-    """fp32 (even, odd) columns of the token at packed bytes `at`; zero past `end`."""
-    even = tl.load(x + 2 * at, mask=at < end, other=0.0).to(tl.float32)
-    odd = tl.load(x + 2 * at + 1, mask=at < end, other=0.0).to(tl.float32)
-    return even, odd
+def _row_scales(address, rows, inside, first_word, K: tl.constexpr, WORDS: tl.constexpr):
+    group = first_word // 4 + tl.arange(0, WORDS // 4)
+    return tl.load(
+        _bytes_at(address) + rows[:, None] * (K // 32) + group[None, :],
+        mask=inside[:, None] & (group < K // 32)[None, :],
+        other=0,
+    )
 
 
 @triton.jit
 def _gate_up(
-    x, table, weights, out, row_count, limit, picks_per_token,
-    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
-    STAGES: tl.constexpr,
+    limbs, limb_stride, sums, scales, table, weights, out, row_count, limit, picks_per_token,
+    K: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     release_next()
-    wait_for_previous()  # the addresses themselves come from the kernel before
+    wait_for_previous()  # the addresses themselves come from a kernel before
     pick = tl.program_id(1)
-    x += (pick // picks_per_token) * K
+    token = pick // picks_per_token
+    limbs += token * K
+    sums += token * (K // 32)
+    scales += token * (K // 32)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = (rows < row_count)[:, None]
-    gate, gate_scale = _address(table, pick, 0), _address(table, pick, 1)
-    up, up_scale = _address(table, pick, 2), _address(table, pick, 3)
-    HALF: tl.constexpr = K // 2
-    columns = tl.arange(0, BYTES)
-    blocks = tl.arange(0, BYTES // 16)
-    order = _byte_order(BYTES)
-    g = tl.zeros((ROWS, C), tl.float32)
-    u = tl.zeros((ROWS, C), tl.float32)
-    even, odd = _token_pairs(x, order, HALF)
-    for k in tl.range(0, HALF, BYTES, num_stages=STAGES):
-        at = rows[:, None] * HALF + (k + columns)[None, :]
-        at_scale = rows[:, None] * (K // 32) + (k // 16 + blocks)[None, :]
-        mask = inside & (k + columns < HALF)[None, :]
-        mask_scale = inside & (k // 16 + blocks < K // 32)[None, :]
-        gate_codes = tl.load(gate + at, mask=mask, other=0)
-        up_codes = tl.load(up + at, mask=mask, other=0)
-        gate_scales = tl.load(gate_scale + at_scale, mask=mask_scale, other=0)
-        up_scales = tl.load(up_scale + at_scale, mask=mask_scale, other=0)
-        # Loaded one round ahead: these loads are too narrow for the asynchronous copies.
-        next_even, next_odd = _token_pairs(x, k + BYTES + order, HALF)
-        g = _packed_dot(gate_codes, gate_scales, even, odd, g, C)
-        u = _packed_dot(up_codes, up_scales, even, odd, u, C)
-        even, odd = next_even, next_odd
-    a = to_bf16(tl.load(weights + pick) * swiglu(_unlift(g), _unlift(u), limit))
-    rounded = tl.reshape(round_trip_e4m3(tl.reshape(a, (ROWS // 32, 32))), (ROWS,))
-    tl.store(out + pick * row_count + rows, as_bf16(rounded), mask=rows < row_count)
+    inside = rows < row_count
+    gate, gate_scale = tl.load(table + pick * 6), tl.load(table + pick * 6 + 1)
+    up, up_scale = tl.load(table + pick * 6 + 2), tl.load(table + pick * 6 + 3)
+    zero = (gate >> 62).to(tl.int32)  # no address is that high
+    g = tl.zeros((ROWS, WORDS // 4), tl.float32)
+    u = tl.zeros((ROWS, WORDS // 4), tl.float32)
+    for word in range(0, K // 8, WORDS):
+        at = word + tl.arange(0, WORDS)
+        gate_words = _words(gate, rows, inside, at, K // 8)
+        up_words = _words(up, rows, inside, at, K // 8)
+        gate_row = _row_scales(gate_scale, rows, inside, word, K, WORDS)
+        up_row = _row_scales(up_scale, rows, inside, word, K, WORDS)
+        vector = _token(limbs, limb_stride, sums, scales, word, K, WORDS)
+        g += _scaled_sums(gate_words, gate_row, vector, zero, ROWS, WORDS)
+        u += _scaled_sums(up_words, up_row, vector, zero, ROWS, WORDS)
+    a = tl.load(weights + pick) * swiglu(tl.sum(g, axis=1), tl.sum(u, axis=1), limit)
+    tl.store(out + pick * row_count + rows, as_bf16(a), mask=inside)
 
 
 @triton.jit
 def _down(
-    a, table, shared, out, row_count, streams, post, comb, pre, picks_per_token,
-    K: tl.constexpr, C: tl.constexpr, PICKS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
-    ROWS: tl.constexpr, BYTES: tl.constexpr, STAGES: tl.constexpr,
+    limbs, limb_stride, sums, scales, table, shared, out, row_count,
+    streams, post, comb, pre, picks_per_token,
+    K: tl.constexpr, PICKS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     release_next()
     wait_for_previous()
     first = tl.program_id(1) * PICKS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
-    HALF: tl.constexpr = K // 2
-    ROUNDS: tl.constexpr = (HALF + BYTES - 1) // BYTES
-    columns = tl.arange(0, BYTES)
-    blocks = tl.arange(0, BYTES // 16)
-    order = _byte_order(BYTES)
-    acc = tl.zeros((ROWS, C), tl.float32)
+    ROUNDS: tl.constexpr = (K // 8 + WORDS - 1) // WORDS
+    acc = tl.zeros((ROWS, WORDS // 4), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    even, odd = _token_pairs(a + first * K, order, HALF)
-    addresses = ()
-    for i in tl.static_range(PICKS):
-        addresses = addresses + (
-            tl.load(table + (first + i) * 6 + 4),
-            tl.load(table + (first + i) * 6 + 5),
+    zero = (tl.load(table + first * 6 + 4) >> 62).to(tl.int32)  # no address is that high
+    for step in range(0, PICKS * ROUNDS):
+        pick, word = first + step // ROUNDS, step % ROUNDS * WORDS
+        words = _words(
+            tl.load(table + pick * 6 + 4), rows, inside, word + tl.arange(0, WORDS), K // 8
         )
-    # One loop over (pick, columns), so that copies keep flowing from one expert into the next.
-    for step in tl.range(0, PICKS * ROUNDS, num_stages=STAGES):
-        k = (step % ROUNDS) * BYTES
-        # Chosen among registers: an address loaded here would hold back the copies that need it.
-        address, scale_address = addresses[0], addresses[1]
-        for i in tl.static_range(1, PICKS):
-            here = step // ROUNDS == i
-            address = tl.where(here, addresses[2 * i], address)
-            scale_address = tl.where(here, addresses[2 * i + 1], scale_address)
-        down, down_scale = _bytes_at(address), _bytes_at(scale_address)
-        codes = tl.load(
-            down + rows[:, None] * HALF + (k + columns)[None, :],
-            mask=inside[:, None] & (k + columns < HALF)[None, :],
-            other=0,
-        )
-        scales = tl.load(
-            down_scale + rows[:, None] * (K // 32) + (k // 16 + blocks)[None, :],
-            mask=inside[:, None] & (k // 16 + blocks < K // 32)[None, :],
-            other=0,
-        )
-        following = tl.minimum(step + 1, PICKS * ROUNDS - 1)
-        next_even, next_odd = _token_pairs(
-            a + (first + following // ROUNDS) * K, (following % ROUNDS) * BYTES + order, HALF
-        )
-        acc = _packed_dot(codes, scales, even, odd, acc, C)
-        even, odd = next_even, next_odd
-        complete = step % ROUNDS == ROUNDS - 1
-        y = to_bf16(_unlift(acc))
-        total = tl.where(complete, total + y, total)
-        acc = tl.where(complete, 0.0, acc)
+        row_scale = _row_scales(tl.load(table + pick * 6 + 5), rows, inside, word, K, WORDS)
+        vector = _token(
+            limbs + pick * K, limb_stride, sums + pick * (K // 32), scales + pick * (K // 32),
+            word, K, WORDS,
+        )  # fmt: skip
+        acc += _scaled_sums(words, row_scale, vector, zero, ROWS, WORDS)
+        if step % ROUNDS == ROUNDS - 1:
+            total += to_bf16(tl.sum(acc, axis=1))
+            acc = tl.zeros((ROWS, WORDS // 4), tl.float32)
     if OUT == PICKS_OUT:  # one pick a program, summed by the kernel that follows
         tl.store(out + first * row_count + rows, as_bf16(total), mask=inside)
     else:
@@ -195,77 +169,79 @@ def _down(
         shared_at = shared + token * row_count + rows
         total += tl.load(shared_at, mask=inside, other=0.0).to(tl.float32)
         if OUT == STREAMS_OUT:
-            y = to_bf16(total)
-            mix_streams(y, rows, inside, streams, post, comb, pre, out, row_count, HC)
+            mix_streams(
+                to_bf16(total), rows, inside, streams, post, comb, pre, out, row_count, HC
+            )
         else:
             tl.store(out + token * row_count + rows, as_bf16(total), mask=inside)
 
 
 def experts_gate_up(
-    x: torch.Tensor,
+    x: Limbs,
     table: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
     *,
     limit: float,
-    tile: Tile = Tile(32, 128, 2, 4),
+    tile: Tile = Tile(4, 128, 1, 1),
 ) -> None:
-    """Each pick's gate, up, clamped SwiGLU, routing weight and the rounding its down product takes.
+    """Each pick's gate, up, clamped SwiGLU and routing weight.
 
-    `x` bf16 [T, H] rounded; `table` int64 [T * k, 6] addresses; `weights` fp32 [T, k]; `out` bf16
-    [T * k, I] = round trip of bf16(weight * silu(gate) * up). `tile.depth` counts packed bytes.
+    `x` of T vectors, `table` int64 [T * k, 6] addresses, `weights` fp32 [T, k]; `out` bf16 [T * k, I]
+    = bf16(weight * silu(gate) * up), for `quantize`. `tile.depth` counts 32-bit words of a row.
     """
-    picks, rows = out.shape
+    tokens, (picks, rows) = x.sums.shape[0], out.shape
     _gate_up[(triton.cdiv(rows, tile.rows), picks)](
-        x, table, weights, out, rows, limit, picks // x.shape[0],
-        K=x.shape[1], C=8, ROWS=tile.rows, BYTES=tile.depth, STAGES=tile.stages,
+        x.bytes, x.bytes.stride(0), x.sums, x.scales, table, weights, out, rows, limit,
+        picks // tokens, K=x.sums.shape[1] * 32, ROWS=tile.rows, WORDS=tile.depth,
         num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 
 def _launch_down(
-    a: torch.Tensor, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, mode: tl.constexpr,
+    a: Limbs, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, mode: tl.constexpr,
     tokens: int, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, pre: torch.Tensor,
     tile: Tile,
 ) -> None:  # fmt: skip
-    picks, columns = a.shape
+    picks, columns = a.sums.shape[0], a.sums.shape[1] * 32
     rows = out.shape[-1]
     each = 1 if mode == PICKS_OUT else picks // tokens
     _down[(triton.cdiv(rows, tile.rows), picks // each)](
-        a, table, shared, out, rows, streams, post, comb, pre, picks // tokens,
-        K=columns, C=8, PICKS=each, OUT=mode, HC=4,
-        ROWS=tile.rows, BYTES=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **PDL,
+        a.bytes, a.bytes.stride(0), a.sums, a.scales, table, shared, out, rows,
+        streams, post, comb, pre, picks // tokens,
+        K=columns, PICKS=each, OUT=mode, HC=4,
+        ROWS=tile.rows, WORDS=tile.depth, num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 
 def experts_down(
-    a: torch.Tensor,
+    a: Limbs,
     table: torch.Tensor,
     shared: torch.Tensor,
     out: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 128, 2, 4),
+    tile: Tile = Tile(8, 32, 1, 1),
 ) -> None:
     """`out` bf16 [T, H] = bf16(sum over picks of bf16(down a_pick), in the table's order, + shared).
 
-    `a` bf16 [T * k, I] from `experts_gate_up`; `shared` bf16 [T, H], the shared expert's output.
+    `a` of T * k vectors, `experts_gate_up`'s quantized; `shared` bf16 [T, H], the shared expert's output.
     """
     _launch_down(a, table, shared, out, BF16_OUT, out.shape[0], out, out, out, out, tile)
 
 
 def experts_down_each(
-    a: torch.Tensor,
+    a: Limbs,
     table: torch.Tensor,
     out: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 128, 2, 4),
+    tile: Tile = Tile(8, 32, 1, 1),
 ) -> None:
     """`out` bf16 [T, k, H]: every pick's bf16(down a_pick) by itself, for `post` to add in order."""
     _launch_down(a, table, out, out, PICKS_OUT, out.shape[0], out, out, out, out, tile)
 
 
 def experts_down_to_streams(
-    a: torch.Tensor,
+    a: Limbs,
     table: torch.Tensor,
     shared: torch.Tensor,
     streams: torch.Tensor,
@@ -274,7 +250,7 @@ def experts_down_to_streams(
     pre: torch.Tensor,
     collapsed: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 128, 2, 4),
+    tile: Tile = Tile(8, 32, 1, 1),
 ) -> None:
     """`experts_down` of one token, put back into the streams at once as `fp8_matvec_to_streams` does."""
     _launch_down(a, table, shared, collapsed, STREAMS_OUT, 1, streams, post, comb, pre, tile)

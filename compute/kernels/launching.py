@@ -24,3 +24,10 @@ def dependent_launch_supported() -> bool:
 
 #: Keyword arguments every launch gets.
 PDL: dict[str, Any] = {"launch_pdl": True} if dependent_launch_supported() else {}
+
+
+def set_dependent_launches(on: bool) -> None:
+    """Turn dependent launches on, where the device supports them, or off."""
+    PDL.clear()
+    if on and dependent_launch_supported():
+        PDL["launch_pdl"] = True

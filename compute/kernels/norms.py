@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from compute.kernels.launching import PDL
+from compute.kernels.limbs import Limbs, store_limbs
 from compute.kernels.numeric import (
     as_bf16,
     release_next,
@@ -41,8 +42,8 @@ def rotate_pairs(x, partner, column, kept, cos, sin):
 
 @triton.jit
 def _rms_norm(
-    x, weight, normed, rounded, D, eps,
-    BLOCK: tl.constexpr, NORMED: tl.constexpr, ROUNDED: tl.constexpr,
+    x, weight, normed, rounded, limbs, limb_stride, sums, scales, D, eps,
+    BLOCK: tl.constexpr, NORMED: tl.constexpr, ROUNDED: tl.constexpr, LIMBS: tl.constexpr,
 ):  # fmt: skip
     release_next()
     column = tl.arange(0, BLOCK)
@@ -58,6 +59,33 @@ def _rms_norm(
     if ROUNDED:
         z = tl.reshape(round_trip_e4m3(tl.reshape(y, (BLOCK // 32, 32))), (BLOCK,))
         tl.store(rounded + at, as_bf16(z), mask=mask)
+    if LIMBS:
+        row = tl.program_id(0)
+        group = row * (D // 32)
+        store_limbs(
+            y, mask, limbs + row * D, limb_stride, sums + group, scales + group, 0, D, BLOCK
+        )
+
+
+@triton.jit
+def _quantize(
+    x, rounded, limbs, limb_stride, sums, scales, D,
+    BLOCK: tl.constexpr, ROUNDED: tl.constexpr, LIMBS: tl.constexpr,
+):  # fmt: skip
+    release_next()
+    wait_for_previous()
+    row, first = tl.program_id(1), tl.program_id(0) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    mask = column < D
+    y = tl.load(x + row * D + column, mask=mask, other=0.0).to(tl.float32)
+    if ROUNDED:
+        z = tl.reshape(round_trip_e4m3(tl.reshape(y, (BLOCK // 32, 32))), (BLOCK,))
+        tl.store(rounded + row * D + column, as_bf16(z), mask=mask)
+    if LIMBS:
+        group = row * (D // 32)
+        store_limbs(
+            y, mask, limbs + row * D, limb_stride, sums + group, scales + group, first, D, BLOCK
+        )
 
 
 @triton.jit
@@ -126,19 +154,35 @@ def rms_norm(
     weight: torch.Tensor,
     normed: torch.Tensor | None,
     rounded: torch.Tensor | None,
+    limbs: Limbs | None = None,
     *,
     eps: float,
 ) -> None:
-    """bf16(weight * x / sqrt(mean(x^2) + eps)) of bf16 `x` [T, D], and its quantization round trip.
+    """bf16(weight * x / sqrt(mean(x^2) + eps)) of bf16 `x` [T, D], as the products after it take it.
 
-    `normed` takes the first and `rounded` the second, each bf16 [T, D] or None where not wanted.
+    `normed` takes it as it is, `rounded` quantized and dequantized (each bf16 [T, D]), `limbs`
+    quantized for fp4 products; any may be None.
     """
     tokens, width = x.shape
     block = triton.next_power_of_2(max(width, 32))
     _rms_norm[(tokens,)](
         x, weight, normed if normed is not None else x, rounded if rounded is not None else x,
-        width, eps, BLOCK=block, NORMED=normed is not None, ROUNDED=rounded is not None,
+        limbs.bytes if limbs else x, limbs.bytes.stride(0) if limbs else 0,
+        limbs.sums if limbs else x, limbs.scales if limbs else x, width, eps,
+        BLOCK=block, NORMED=normed is not None, ROUNDED=rounded is not None, LIMBS=limbs is not None,
         num_warps=max(1, min(16, block // 512)), **PDL,
+    )  # fmt: skip
+
+
+def quantize(x: torch.Tensor, rounded: torch.Tensor | None, limbs: Limbs | None = None) -> None:
+    """bf16 `x` [n, D] as the next product takes it: `rounded` bf16 [n, D], or `limbs`, or both."""
+    count, width = x.shape
+    block = 128
+    _quantize[(triton.cdiv(width, block), count)](
+        x, rounded if rounded is not None else x,
+        limbs.bytes if limbs else x, limbs.bytes.stride(0) if limbs else 0,
+        limbs.sums if limbs else x, limbs.scales if limbs else x, width,
+        BLOCK=block, ROUNDED=rounded is not None, LIMBS=limbs is not None, num_warps=1, **PDL,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Device functions the kernels share: number formats, roundings, and the gates' transcendental functions.
 
 Owns nothing but arithmetic. Every function here runs the same in Triton's interpreter (numpy) and on
-a GPU, except the two marked as hardware-only, which the interpreter never reaches: `PORTABLE` is
-true there and the kernels then take the plain form of the same arithmetic.
+a GPU; where an instruction has no interpreter (`PORTABLE`), its plain form does the same arithmetic.
 """
 
 from __future__ import annotations
@@ -63,14 +62,20 @@ def _scale_above(x):
 
 
 @triton.jit
+def quantize_e4m3(x):
+    """fp32 [G, 32] as e4m3 values (in fp32) and the power-of-two scale fp32 [G] of each row."""
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
+    bits = _scale_above(amax * (1.0 / 448.0))
+    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]
+    scaled = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
+    return round_to_grid(scaled, 3, -6), bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_trip_e4m3(x):
     """fp32 [G, 32] quantized to e4m3 with one power-of-two scale a row, and dequantized (fp32)."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    bits = _scale_above(amax * (1.0 / 448.0))[:, None]
-    scale = bits.to(tl.float32, bitcast=True)
-    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-    scaled = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
-    return round_to_grid(scaled, 3, -6) * scale
+    code, scale = quantize_e4m3(x)
+    return code * scale[:, None]
 
 
 @triton.jit
@@ -147,97 +152,101 @@ def swiglu(gate, up, limit):
 
 
 @triton.jit
-def decode_e2m1(code):
-    """fp32 value of an e2m1 code in the low four bits of an int32: shift into place, then rescale.
-
-    The three magnitude bits at bit 22 of an fp32 are the value times 2^-126, subnormal included.
-    """
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    # In two steps, because 2^126 times 2^-126 must not pass through a flushed subnormal.
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def decode_e2m1_pairs(packed, scale):
-    """bf16 (even columns, odd columns) of uint8 `packed`, times bf16 `scale`, hardware only.
-
-    Eight codes a 32-bit register: two shifts and two masks give a pair of bf16 numbers, 2^-126 times
-    their codes' values, which `scale` (holding the 2^126) multiplies exactly. Within each group of
-    four bytes the results lie in the order 0, 2, 1, 3, because bytes 0 and 2 of a register are the
-    halves of a bf16 pair already; whoever multiplies them takes the other factor in that order.
-    """
-    return tl.inline_asm_elementwise(
-        asm="""
-        {
-        .reg .b32 m0, m1, m2, m3, s0, s1, s2, s3;
-        shl.b32 m0, $4, 6;
-        shr.u32 m1, $4, 2;
-        shl.b32 m2, $4, 2;
-        shr.u32 m3, $4, 6;
-        shl.b32 s0, $4, 12;
-        shl.b32 s1, $4, 4;
-        shl.b32 s2, $4, 8;
-        and.b32 s0, s0, 0x80008000;
-        and.b32 s1, s1, 0x80008000;
-        and.b32 s2, s2, 0x80008000;
-        and.b32 s3, $4, 0x80008000;
-        lop3.b32 m0, m0, 0x01C001C0, s0, 0xEA;
-        lop3.b32 m1, m1, 0x01C001C0, s1, 0xEA;
-        lop3.b32 m2, m2, 0x01C001C0, s2, 0xEA;
-        lop3.b32 m3, m3, 0x01C001C0, s3, 0xEA;
-        mul.rn.bf16x2 $0, m0, $5;
-        mul.rn.bf16x2 $1, m1, $6;
-        mul.rn.bf16x2 $2, m2, $5;
-        mul.rn.bf16x2 $3, m3, $6;
-        }
-        """,
-        constraints="=r,=r,=r,=r,r,r,r",
-        args=[packed, scale],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def decode_e4m3_pairs(codes):
-    """bf16 of uint8 e4m3 `codes` times 2^-120, hardware only; in each group of four, order 0, 2, 1, 3.
-
-    The seven magnitude bits at bit 4 of a bf16 are the value times 2^-120, subnormal included.
-    """
-    return tl.inline_asm_elementwise(
-        asm="""
-        {
-        .reg .b32 m0, m1, s0, s1;
-        shl.b32 m0, $2, 4;
-        shr.u32 m1, $2, 4;
-        shl.b32 s0, $2, 8;
-        and.b32 s0, s0, 0x80008000;
-        and.b32 s1, $2, 0x80008000;
-        lop3.b32 $0, m0, 0x07F007F0, s0, 0xEA;
-        lop3.b32 $1, m1, 0x07F007F0, s1, 0xEA;
-        }
-        """,
-        constraints="=r,=r,r",
-        args=[codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def pair_order(k):
-    """Where the factor for position `k` of a pair decoder's result lies: middle two of four swapped."""
-    return (k & -4) | ((k & 1) << 1) | ((k >> 1) & 1)
-
-
-@triton.jit
 def decode_e4m3(codes):
-    """fp32 of uint8 e4m3 `codes`, in the order they lie, for the interpreter."""
+    """fp32 of uint8 e4m3 `codes`: shifted into place, then rescaled. For the interpreter."""
     code = codes.to(tl.int32)
     bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def split_limbs(code):
+    """int32 (low, middle, high) signed bytes of fp32 e4m3 values: low + 256 middle + 65536 high = 512 x.
+
+    512 is what makes every e4m3 value an integer, at most 229,376 in size.
+    """
+    whole = (code * 512.0).to(tl.int32)
+    low = ((whole & 255) ^ 128) - 128
+    rest = (whole - low) >> 8
+    middle = ((rest & 255) ^ 128) - 128
+    return low, middle, (rest - middle) >> 8
+
+
+@triton.jit
+def _signed_byte(word, i: tl.constexpr):
+    return (word << (24 - 8 * i)) >> 24
+
+
+@triton.jit
+def _dot_eight_portable(word, x0, x1, y0, y1, z0, z1):
+    total = tl.zeros(word.shape, tl.int32)
+    for i in tl.static_range(8):
+        code = (word >> (4 * i)) & 15
+        size = code & 7
+        twice = tl.where(size < 2, size, (2 + (size & 1)) << tl.maximum((size >> 1) - 1, 0))
+        value = 16 + tl.where(code > 7, -twice, twice)
+        if i < 4:
+            total += value * (
+                _signed_byte(x0, i) + 256 * _signed_byte(y0, i) + 65536 * _signed_byte(z0, i)
+            )
+        else:
+            total += value * (
+                _signed_byte(x1, i - 4)
+                + 256 * _signed_byte(y1, i - 4)
+                + 65536 * _signed_byte(z1, i - 4)
+            )
+    return total
+
+
+@triton.jit
+def dot_eight(word, x0, x1, y0, y1, z0, z1, zero):
+    """int32 sum over the eight e2m1 codes of `word` of (16 + twice the code's value) * 512 x, exact.
+
+    x as bytes of three limbs (x, y, z), four columns a word. A byte permute looks four codes up at
+    once in a table of eight magnitudes; another of the same selectors, whose fourth bit is the
+    code's sign, gives the mask that takes 16 - size instead of 16 + size. The 16 keeps every entry
+    a positive byte below 128; whoever adds the sums takes 16 * 512 * sum(x) off again.
+
+    `zero` is an int32 zero the compiler cannot see through: it keeps the tables in registers, where
+    a constant would be moved into one again in front of every permute.
+    """
+    if PORTABLE:
+        return _dot_eight_portable(word, x0, x1, y0, y1, z0, z1)
+    else:
+        return tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 w1, m0, m1, p, n, s, a, b, d, e, f;
+            and.b32 m0, $1, 0x77777777;
+            shr.u32 m1, m0, 16;
+            shr.u32 w1, $1, 16;
+            prmt.b32 p, $8, 0x1C181614, m0;
+            prmt.b32 n, $9, 0x04080A0C, m0;
+            prmt.b32 s, $10, $10, $1;
+            lop3.b32 a, s, n, p, 0xCA;
+            prmt.b32 p, $8, 0x1C181614, m1;
+            prmt.b32 n, $9, 0x04080A0C, m1;
+            prmt.b32 s, $10, $10, w1;
+            lop3.b32 b, s, n, p, 0xCA;
+            dp4a.u32.s32 d, a, $2, 0;
+            dp4a.u32.s32 d, b, $3, d;
+            dp4a.u32.s32 e, a, $4, 0;
+            dp4a.u32.s32 e, b, $5, e;
+            dp4a.u32.s32 f, a, $6, 0;
+            dp4a.u32.s32 f, b, $7, f;
+            mad.lo.s32 e, f, 256, e;
+            mad.lo.s32 $0, e, 256, d;
+            }
+            """,
+            constraints="=r,r,r,r,r,r,r,r,r,r,r",
+            args=[
+                word, x0, x1, y0, y1, z0, z1,
+                zero + 0x13121110, zero + 0x0D0E0F10, zero ^ -0x7F7F7F80,
+            ],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from compute import formats
+from compute.kernels.limbs import Limbs
 from compute.layers.norm import rms_norm as normalize
 from compute.rope import Rotation, rotate_tail
 
@@ -121,39 +122,61 @@ def _fp4_at(code_address: int, scale_address: int, rows: int, columns: int) -> t
     )
 
 
+def _quantized(y: torch.Tensor, into: Limbs) -> None:
+    """bf16 `y` [n, K] quantized into limbs."""
+    codes, scales = formats.act_quant(y)
+    whole = (codes.float() * 512).to(torch.int32)
+    rest = whole
+    for limb in range(3):
+        low = ((rest & 255) ^ 128) - 128
+        into.bytes[limb] = low.unflatten(-1, (-1, 2, 4)).transpose(-3, -2).flatten(-2)
+        rest = (rest - low) >> 8
+    into.sums.copy_(whole.unflatten(-1, (-1, 32)).sum(-1))
+    into.scales.copy_(scales)
+
+
+def values_of(limbs: Limbs) -> torch.Tensor:
+    """fp32 [n, K]: what `limbs` stand for."""
+    low, middle, high = limbs.bytes.int()
+    halves = low + 256 * middle + 65536 * high
+    whole = halves.unflatten(-1, (-1, 4)).transpose(-3, -2).flatten(-3).unflatten(-1, (-1, 32))
+    return (whole / 512 * limbs.scales.unsqueeze(-1)).flatten(-2)
+
+
 def experts_gate_up(
-    x: torch.Tensor,
+    x: Limbs,
     table: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
     *,
     limit: float,
 ) -> None:
-    (picks, rows), (tokens, columns) = out.shape, x.shape
+    values = values_of(x)
+    (tokens, columns), (picks, rows) = values.shape, out.shape
     for pick, addresses in enumerate(table.tolist()):
-        token = x[pick // (picks // tokens)]
+        token = values[pick // (picks // tokens)]
         gate = _product(token, _fp4_at(addresses[0], addresses[1], rows, columns))
         up = _product(token, _fp4_at(addresses[2], addresses[3], rows, columns))
-        a = weights.flatten()[pick] * _swiglu(gate, up, limit)
-        out[pick] = formats.round_trip_fp8(a.to(torch.bfloat16))
+        out[pick] = weights.flatten()[pick] * _swiglu(gate, up, limit)
 
 
-def experts_down_each(a: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    rows, columns = out.shape[-1], a.shape[1]
+def experts_down_each(a: Limbs, table: torch.Tensor, out: torch.Tensor) -> None:
+    values = values_of(a)
+    rows, columns = out.shape[-1], values.shape[1]
     for pick, addresses in enumerate(table.tolist()):
         weight = _fp4_at(addresses[4], addresses[5], rows, columns)
-        out.view(-1, rows)[pick] = _product(a[pick], weight)
+        out.view(-1, rows)[pick] = _product(values[pick], weight)
 
 
 def experts_down(
-    a: torch.Tensor, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
+    a: Limbs, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
 ) -> None:
     out.copy_(_sum_of_picks(a, table, shared))
 
 
-def _sum_of_picks(a: torch.Tensor, table: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _sum_of_picks(a: Limbs, table: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     tokens, rows = shared.shape
-    each = shared.new_empty(tokens, a.shape[0] // tokens, rows)
+    each = shared.new_empty(tokens, a.sums.shape[0] // tokens, rows)
     experts_down_each(a, table, each)
     return _in_order(each, shared)
 
@@ -166,7 +189,7 @@ def _in_order(parts: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
 
 
 def experts_down_to_streams(
-    a: torch.Tensor,
+    a: Limbs,
     table: torch.Tensor,
     shared: torch.Tensor,
     streams: torch.Tensor,
@@ -183,6 +206,7 @@ def rms_norm(
     weight: torch.Tensor,
     normed: torch.Tensor | None,
     rounded: torch.Tensor | None,
+    limbs: Limbs | None = None,
     *,
     eps: float,
 ) -> None:
@@ -191,6 +215,15 @@ def rms_norm(
         normed.copy_(y)
     if rounded is not None:
         rounded.copy_(formats.round_trip_fp8(y))
+    if limbs is not None:
+        _quantized(y, limbs)
+
+
+def quantize(x: torch.Tensor, rounded: torch.Tensor | None, limbs: Limbs | None = None) -> None:
+    if rounded is not None:
+        rounded.copy_(formats.round_trip_fp8(x))
+    if limbs is not None:
+        _quantized(x, limbs)
 
 
 def finish_query_kv(

@@ -11,7 +11,7 @@ from compute.kernels.experts import (
     experts_gate_up,
 )
 from compute.kernels.hyper_connections import mix_dot, mix_finish, post
-from compute.kernels.norms import finish_query_kv, rms_norm
+from compute.kernels.norms import finish_query_kv, quantize, rms_norm
 from compute.kernels.router import route
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "mix_dot",
     "mix_finish",
     "post",
+    "quantize",
     "rms_norm",
     "route",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compute.formats import dequantize_fp4_weight
+from compute.kernels.limbs import Limbs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GROUP = 32
@@ -41,35 +41,47 @@ def expert_table(
     return table(there).to(device), [on_cpu, there], table(on_cpu)
 
 
-def values_of(address_owner: list[torch.Tensor]) -> torch.Tensor:
-    return dequantize_fp4_weight(*address_owner)
-
-
 def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A CPU tensor of NaN (or -1): an element no kernel writes shows."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
 
 
+def empty_limbs(vectors: int, columns: int) -> Limbs:
+    """On the CPU, poisoned: sums that no limbs have and NaN scales."""
+    limbs = Limbs.empty(vectors, columns, torch.device("cpu"))
+    limbs.bytes.fill_(77)
+    limbs.sums.fill_(-1)
+    limbs.scales.fill_(float("nan"))
+    return limbs
+
+
+def _moved(argument: Any, device: torch.device) -> Any:
+    """A copy of a tensor, or of each tensor of `Limbs`, on `device`."""
+    if isinstance(argument, Limbs):
+        return Limbs(*(_moved(part, device) for part in argument))
+    return None if argument is None else argument.to(device).clone()
+
+
 def run_both(
     kernel: Callable[..., None],
     reference: Callable[..., None],
-    *arguments: torch.Tensor | None,
+    *arguments: Any,
     reference_arguments: dict[int, torch.Tensor] | None = None,
     options: dict[str, Any] | None = None,
     **common: Any,
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+) -> tuple[list[Any], list[Any]]:
     """The CPU `arguments` after `kernel` ran on copies of them on DEVICE, and after `reference` did.
 
     `reference_arguments` replaces arguments by position for the reference (address tables), `options`
     go to the kernel only (tile shapes).
     """
-    got = [None if a is None else a.to(DEVICE).clone() for a in arguments]
+    got = [_moved(argument, DEVICE) for argument in arguments]
     kernel(*got, **common, **(options or {}))
-    want = [None if a is None else a.clone() for a in arguments]
+    want = [_moved(argument, torch.device("cpu")) for argument in arguments]
     for position, argument in (reference_arguments or {}).items():
         want[position] = argument
     reference(*want, **common)
-    return [None if a is None else a.cpu() for a in got], want
+    return [_moved(argument, torch.device("cpu")) for argument in got], want
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:

@@ -15,6 +15,7 @@ from tests.compute.kernels.comparing import (
     assert_close,
     assert_same_bf16,
     assert_same_grid,
+    empty_limbs,
     poisoned,
     run_both,
 )
@@ -33,10 +34,22 @@ def test_norm_and_its_rounding_match(tokens: int, width: int) -> None:
     x = (torch.randn(tokens, width) * 7).to(torch.bfloat16)
     got, want = run_both(
         norms.rms_norm, reference.rms_norm, x, torch.rand(width),
-        poisoned(tokens, width), poisoned(tokens, width), eps=1e-20,
+        poisoned(tokens, width), poisoned(tokens, width), empty_limbs(tokens, width), eps=1e-20,
     )  # fmt: skip
     assert_same_bf16(got[2], want[2])
     assert_same_grid(got[3], want[3])
+    # The limbs stand for what the round trip gives, bit for bit.
+    assert torch.equal(reference.values_of(got[4]), got[3].float())
+    rounded, limbs = got[3], got[4]
+    got, want = run_both(
+        norms.quantize, reference.quantize,
+        got[2], poisoned(tokens, width), empty_limbs(tokens, width),
+    )  # fmt: skip
+    assert torch.equal(got[1], want[1])
+    for part, same, wanted in zip(got[2], limbs, want[2], strict=True):
+        assert torch.equal(part, wanted)
+        assert torch.equal(part, same)
+    assert torch.equal(got[1], rounded)
 
 
 @pytest.mark.parametrize(
