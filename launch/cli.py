@@ -12,7 +12,7 @@ import traceback
 
 import click
 
-from launch.bench.commands import group_command, io_command, ipc_command
+from launch.bench.commands import group_command, io_command, ipc_command, trace_command
 from launch.check import check_command
 from launch.generate import generate_command
 from launch.synth.command import synth_command
@@ -41,7 +41,7 @@ def bench() -> None:
 cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(synth_command)
-for command in (io_command, ipc_command, group_command):
+for command in (io_command, ipc_command, group_command, trace_command):
     bench.add_command(command)
 
 

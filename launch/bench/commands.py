@@ -97,3 +97,23 @@ def group_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
         f"{figures['one_process_tokens_per_s']:.2f}, ratio {figures['ratio']:.3f} "
         f"(medians of {figures['rounds']} rounds)"
     )
+
+
+@click.command("trace")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--tokens", default=64, show_default=True, help="Tokens a round.")
+@click.option("--rounds", default=7, show_default=True, help="Rounds; medians are over them.")
+@click.option("--threads", default=1, show_default=True, help="torch threads.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_json: bool) -> None:
+    """What --trace costs a token, over the checkpoint in DIR, with every expert resident."""
+    from launch.bench.trace import run
+
+    figures = run(directory, tokens, rounds, threads)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    click.echo(
+        f"tracing makes a token {figures['traced_cost']:+.1%} longer and writes "
+        f"{figures['events_per_token']:.0f} events for it"
+    )

@@ -81,7 +81,8 @@ class OneProcess:
         return tokens, _speed(finished)
 
 
-async def _through_group(group: ProcessGroup, options: GenerateOptions) -> tuple[list[int], float]:
+async def through_group(group: ProcessGroup, options: GenerateOptions) -> tuple[list[int], float]:
+    """Tokens and tokens/s of the decode of one request."""
     tokens, finished = [], None
     async for event in group.generate(options):
         if isinstance(event, TokenEvent):
@@ -123,7 +124,7 @@ def run(checkpoint: Path, tokens: int, rounds: int, threads: int) -> dict[str, A
             beside: list[float] = []
             for number in range(rounds + 1):
                 request = asked.message(number)
-                ours, speed = await _through_group(group, asked)
+                ours, speed = await through_group(group, asked)
                 theirs, yardstick = alone.generate(request)
                 if ours != theirs:
                     raise HeadraceError("the group and the one process chose different tokens")

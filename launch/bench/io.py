@@ -6,11 +6,11 @@ that what the machine does meanwhile meets both.
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import time
-import json
 from collections import deque
 from pathlib import Path
 from typing import Any
