@@ -58,9 +58,15 @@ class HostSlots:
         self._bytes = torch.from_numpy(arena.data).view(-1)
         self._slot_bytes = arena.slot_bytes
         self._shapes = _shapes(config)
+        # By slot: making six tensors costs more than all else about a hit.
+        self._opened: dict[int, tuple[Sequence[int], ExpertBytes]] = {}
 
     def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
-        return _carve(self._bytes, slot * self._slot_bytes, place, self._shapes)
+        opened = self._opened.get(slot)
+        if opened is None or opened[0] != place:
+            views = _carve(self._bytes, slot * self._slot_bytes, place, self._shapes)
+            opened = self._opened[slot] = place, views
+        return opened[1]
 
     def idle(self) -> bool:
         return True
