@@ -196,5 +196,6 @@ def _check_extents(path: Path, entries: list[TensorEntry], base: int, size: int)
         position, previous = entry.offset + entry.nbytes, entry.name
     if position > size:
         raise CheckpointError(
-            f"{path}: has {size} bytes, expected {position}; it was cut short, fetch it again"
+            f"{path}: has {size} bytes, expected {position} with {previous}; it was cut short, "
+            "fetch it again"
         )
