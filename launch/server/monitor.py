@@ -11,7 +11,6 @@ import base64
 import os
 import time
 from collections import deque
-
 from typing import Any
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Replies for tests: text with control tokens spelled out, cut into tokens as finely as possible."""
+"""Replies for tests: text with control tokens spelled out, cut into tokens as fine as it gets."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from launch.options import GenerateOptions
 from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
+
+from launch.options import GenerateOptions
 from tests.chat_format.speech import byte_tokens
 from tests.server.fake_engine import FakeEngine, prompt_text
 from tests.server.serving import chat_body, in_loop, serving
@@ -24,7 +25,7 @@ TOOLS: Any = [
     }
 ]
 CALL = (
-    "Let me see.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"weather\">\n"
+    'Let me see.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n'
     '<｜DSML｜ parameter name="city" string="true">Köln "am" 🌍</｜DSML｜ parameter>\n'
     '<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n'
     "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
@@ -70,9 +71,7 @@ async def test_an_answer_comes_whole_with_its_token_counts() -> None:
 async def test_a_stream_is_the_same_text_in_whole_characters_and_ends_with_usage() -> None:
     text = "Emoji 👨‍👩‍👧 and 漢字, a token a byte."
     async with serving(FakeEngine(text)) as served:
-        whole = await joined(
-            await served.chat(stream=True, stream_options={"include_usage": True})
-        )
+        whole = await joined(await served.chat(stream=True, stream_options={"include_usage": True}))
         assert whole["content"] == text
         assert "\ufffd" not in whole["content"]
         assert whole["finish"] == "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.server.fake_engine import FakeEngine, prompt_text
 from tests.server.serving import in_loop, serving
 
@@ -13,9 +14,7 @@ from tests.server.serving import in_loop, serving
 async def test_text_is_continued_whole_and_streamed() -> None:
     engine = FakeEngine(" upon a time 🌍")
     async with serving(engine) as served:
-        answer = await served.client.completions.create(
-            model="mini", prompt="Once", max_tokens=100
-        )
+        answer = await served.client.completions.create(model="mini", prompt="Once", max_tokens=100)
         assert answer.choices[0].text == " upon a time 🌍"
         assert answer.choices[0].finish_reason == "stop"
         assert prompt_text(engine.requests[0]) == "<｜begin▁of▁sentence｜>Once"
