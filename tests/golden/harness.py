@@ -20,9 +20,7 @@ from compute.weights import ModelWeights
 from engram_io.hashing import NgramHash
 from protocol.config import ModelConfig
 from protocol.shards import Shards
-from tests.golden.cases import DATA, MINI
-
-CPU = torch.device("cpu")
+from tests.golden.cases import DATA, DEVICE, MINI
 
 
 @cache
@@ -37,12 +35,12 @@ def shards() -> Shards:
 
 @cache
 def weights() -> ModelWeights:
-    return ModelWeights.load(shards(), CPU)
+    return ModelWeights.load(shards(), DEVICE)
 
 
 @cache
 def experts() -> ResidentExperts:
-    return ResidentExperts(shards(), CPU)
+    return ResidentExperts(shards(), DEVICE)
 
 
 @cache
@@ -78,7 +76,7 @@ class TableEngram:
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids = self.open[ticket][engram_layer_index]
         codes, scales = engram_table(config().engram_layer_ids[engram_layer_index])
-        return codes[ids], scales[ids]
+        return codes[ids].to(DEVICE), scales[ids].to(DEVICE)
 
     def done(self, ticket: int) -> None:
         del self.open[ticket]
@@ -157,7 +155,7 @@ class TieGuide:
     def chosen_rows(self, rows: int) -> torch.Tensor:
         """bool [T, rows] that the golden run chose at the layer whose scores were last shown."""
         chosen = self._golden[f"{self._phase}.layers.{self._layer}.topk_idxs"][self._rows].long()
-        mask = torch.zeros(len(chosen), rows + 1, dtype=torch.bool)
+        mask = torch.zeros(len(chosen), rows + 1, dtype=torch.bool, device=chosen.device)
         mask.scatter_(1, torch.where(chosen < 0, rows, chosen), True)
         return mask[:, :rows]
 

@@ -15,9 +15,8 @@ import torch
 from compute.layers.attention import Chunk
 from compute.layers.hyper_connections import first_mix
 from compute.sequence import SequenceState
-from tests.golden.cases import case
+from tests.golden.cases import DEVICE, case
 from tests.golden.harness import (
-    CPU,
     Capture,
     Mini,
     config,
@@ -88,7 +87,7 @@ def _fault(pairs: list[tuple[str, torch.Tensor, torch.Tensor]], bound: Bound) ->
         if got.shape != want.shape:
             return f"{where} has shape {list(got.shape)}, not {list(want.shape)}"
         if torch.equal(got, want):
-            error = torch.zeros(())
+            error = torch.zeros((), device=DEVICE)
         else:
             error = torch.where(got == want, 0, got.double() - want.double()).nan_to_num(torch.inf)
             rows = error.flatten(1).norm(dim=1) / want.double().flatten(1).norm(dim=1)
@@ -157,7 +156,7 @@ class StageRun:
         ticket = self._mini.engram.request(begin, tokens, history)
         ids = self._mini.engram.open[ticket].transpose(0, 1)
         self._add("hash ids", 0, ids, self._want("hash_ids"), EXACT)
-        streams, pre = self._want("layers.0.stream_in"), first_mix(count, config().hc_mult, CPU)
+        streams, pre = self._want("layers.0.stream_in"), first_mix(count, config().hc_mult, DEVICE)
         for layer in range(config().num_hidden_layers):
             self._capture.clear()
             if layer in config().engram_layer_ids:
