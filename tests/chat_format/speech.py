@@ -24,7 +24,9 @@ CONFIG = ModelConfig.load(MINI)
 VOCABULARY = Vocabulary(load_tokenizer(MINI), CONFIG)
 TOKENS = VOCABULARY.chat_tokens()
 TOKEN_BYTES = TokenBytes(VOCABULARY.tokenizer, [CONFIG.eos_token_id])
-SPELLED = {VOCABULARY.tokenizer.id_to_token(number): number for number in VOCABULARY.special}
+SPELLED: dict[str, int] = {
+    str(VOCABULARY.tokenizer.id_to_token(number)): number for number in VOCABULARY.special
+}
 _CONTROL = re.compile("(" + "|".join(map(re.escape, SPELLED)) + ")")
 _BYTE_TOKENS = {
     TOKEN_BYTES.of(number): number
@@ -77,7 +79,8 @@ def read(
     for token in ids:
         deltas += parser.push(token)
     deltas += parser.finish(cut=cut)
-    reasoning, content, calls = "", "", []
+    reasoning = content = ""
+    calls: list[tuple[str, str]] = []
     for delta in deltas:
         match delta:
             case ReasoningDelta(text):

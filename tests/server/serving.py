@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from launch.server.engine import Engine
 from launch.server.http import running_server
@@ -62,9 +62,11 @@ async def serving(engine: Engine, **options: Any) -> AsyncIterator[Served]:
     async with running_server(engine, ServerOptions(port=0, **options)) as url:
         key = options.get("api_key") or "none"
         # Plain HTTP needs no certificates, whose loading takes longer than most of these tests.
-        limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=url, timeout=30, verify=False, limits=limits) as http:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http,
+            DefaultAsyncHttpxClient(verify=False) as inner,
+        ):
             client = AsyncOpenAI(
-                base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30, http_client=http
+                base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30, http_client=inner
             )
             yield Served(url, client, http)

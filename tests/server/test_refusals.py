@@ -1,4 +1,4 @@
-"""Bad requests: each is told which field is wrong and what would be right, and generates nothing."""
+"""Bad requests: each names the field that is wrong and what would be right; none generates anything."""
 
 from __future__ import annotations
 
