@@ -135,7 +135,6 @@ def _fp8_matvec(
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    release_next()
     token, tokens = tl.program_id(0), tl.num_programs(0)
     first = tl.program_id(1) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -146,6 +145,7 @@ def _fp8_matvec(
     wait_for_previous()
     x += token * x_stride + first // GROUP_ROWS * K
     acc = fp8_rows(x, weight, scale, rows, inside, start, end, K, ROWS, DEPTH)
+    release_next()
     if OUT == STREAMS_OUT:
         y = to_bf16(acc)
         mix_streams(y, rows, inside, streams, post, comb, pre, out, row_count, HC)
@@ -164,7 +164,6 @@ def _fp8_gate_up(
     x, x_stride, gate, gate_scale, up, up_scale, out, row_count, limit,
     K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    release_next()
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
     prefetch_rows(gate, rows, K, inside, 0, K, LINES)
@@ -181,6 +180,7 @@ def _fp8_gate_up(
         token = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
         g += _scaled_sums(gate_codes, token, gate_scale + tile, k, K, ROWS, DEPTH)
         u += _scaled_sums(up_codes, token, up_scale + tile, k, K, ROWS, DEPTH)
+    release_next()
     a = to_bf16(swiglu(tl.sum(g, axis=1), tl.sum(u, axis=1), limit))
     rounded = tl.reshape(round_trip_e4m3(tl.reshape(a, (ROWS // 32, 32))), (ROWS,))
     tl.store(out + tl.program_id(0) * row_count + rows, as_bf16(rounded), mask=inside)
@@ -193,7 +193,6 @@ def _bf16_matvec(
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
    
 ):  # fmt: skip
-    release_next()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
     start = tl.program_id(1) * share
@@ -225,6 +224,7 @@ def _bf16_matvec(
             acc += tl.dot(w.to(tl.float32), tokens.to(tl.float32), input_precision="ieee")
         else:
             acc = tl.dot(w, tokens, acc)
+    release_next()
     at = t[None, :] * row_count + rows[:, None]
     mask = inside[:, None] & (t[None, :] < T)
     if OUT == PARTIAL_OUT:

@@ -105,7 +105,6 @@ def _gate_up(
     limbs, limb_stride, sums, scales, table, weights, out, row_count, limit, picks_per_token,
     K: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    release_next()
     wait_for_previous()  # the addresses themselves come from a kernel before
     pick = tl.program_id(1)
     token = pick // picks_per_token
@@ -128,6 +127,7 @@ def _gate_up(
         vector = _token(limbs, limb_stride, sums, scales, word, K, WORDS)
         g += _scaled_sums(gate_words, gate_row, vector, zero, ROWS, WORDS)
         u += _scaled_sums(up_words, up_row, vector, zero, ROWS, WORDS)
+    release_next()
     a = tl.load(weights + pick) * swiglu(tl.sum(g, axis=1), tl.sum(u, axis=1), limit)
     tl.store(out + pick * row_count + rows, as_bf16(a), mask=inside)
 
@@ -139,7 +139,6 @@ def _down(
     K: tl.constexpr, PICKS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    release_next()
     wait_for_previous()
     first = tl.program_id(1) * PICKS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -162,6 +161,7 @@ def _down(
         if step % ROUNDS == ROUNDS - 1:
             total += to_bf16(tl.sum(acc, axis=1))
             acc = tl.zeros((ROWS, WORDS // 4), tl.float32)
+    release_next()
     if OUT == PICKS_OUT:  # one pick a program, summed by the kernel that follows
         tl.store(out + first * row_count + rows, as_bf16(total), mask=inside)
     else:

