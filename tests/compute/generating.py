@@ -21,7 +21,7 @@ from protocol.layouts import Progress
 from protocol.messages import Finished, Generate, TokenEvent
 from protocol.trace import Tracer
 from tests.golden.cases import MINI
-from tests.golden.harness import CPU, config, experts, weights
+from tests.golden.harness import config, experts, weights
 
 NEVER = bool  # bool() is False: nobody cancels
 
@@ -86,7 +86,7 @@ class ScriptedModel:
         self.fail_at: tuple[int, Exception] | None = None
 
     def new_state(self) -> SequenceState:
-        return SequenceState(self.config, CPU)
+        return SequenceState(self.config, torch.device("cpu"))
 
     def forward(self, tokens: Sequence[int], state: SequenceState, ticket: int) -> torch.Tensor:
         self.engram.done(ticket)
