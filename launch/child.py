@@ -1,7 +1,7 @@
 """One child process: how it is started, watched, and heard when it dies.
 
 Promises: the child has its spec or is dead; its end closes `pidfd`'s wait; its stderr never blocks
-it, and the last line of it is kept as its reason.
+it, and what it says there about its own end is kept for whoever reports that.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.lifecycle import LAST_WORDS
 from protocol.wire import Message
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT_LINES = 20
 
 
 @dataclass(slots=True)
 class Child:
-    """A started child. `pidfd` becomes readable when it ends; `lines` are its last on stderr."""
+    """A started child. `pidfd` becomes readable when it ends; `error` is its own account of why,
+    empty where it gave none; `last_line` is what else it said last on stderr."""
 
     name: str
     incarnation: int
     process: subprocess.Popen[str]
     pidfd: int
     pipe: int
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    error: str = ""
+    last_line: str = ""
     _listener: threading.Thread | None = None
 
     @property
@@ -53,8 +54,8 @@ class Child:
         return code
 
     def last_words(self) -> str:
-        """What it said last, or nothing."""
-        return self.lines[-1] if self.lines else ""
+        """Why it ended, as far as it said anything."""
+        return self.error or self.last_line
 
 
 def spawn_child(
@@ -69,7 +70,8 @@ def spawn_child(
 ) -> Child:
     """Start `python -m module` with `spec`, inheriting `pass_fds` under the same numbers.
 
-    `on_line(name, line)` is called from another thread for every line it writes to stderr.
+    `on_line(name, line)` is called from another thread for every line it writes to stderr, but for
+    the one that says why it ends.
     """
     receiving, sending = os.pipe()
     environment = {**os.environ, **(env or {})}
@@ -115,8 +117,10 @@ def _listen(child: Child, on_line: Callable[[str, str], None] | None) -> None:
     assert child.process.stderr is not None
     for line in child.process.stderr:
         stripped = line.rstrip()
-        if stripped:
-            child.lines.append(stripped)
+        if stripped.startswith(LAST_WORDS):
+            child.error = stripped.removeprefix(LAST_WORDS)
+        elif stripped:
+            child.last_line = stripped
             if on_line is not None:
                 on_line(child.name, stripped)
     child.process.stderr.close()

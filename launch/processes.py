@@ -116,8 +116,8 @@ class Processes:
 def death_error(child: Child, code: int) -> HeadraceError:
     """Why the group ends when `child` did: its own words where it had an error of its own."""
     words = child.last_words()
-    if code > 1 and words:
-        error = HeadraceError(words)
+    if code > 1 and child.error:
+        error = HeadraceError(child.error)
         error.exit_code = code
         return error
     reason = f": {words}" if words else ""

@@ -22,6 +22,8 @@ from protocol.wire import MalformedMessage, Message, decode
 
 SPEC_TIMEOUT_S = 10.0
 DEBUG_VARIABLE = "HEADRACE_DEBUG"
+# Begins the line on stderr that says why a child ends, and no other.
+LAST_WORDS = "error: "
 _PR_SET_PDEATHSIG = 1
 
 S = TypeVar("S", bound=Message)
@@ -47,12 +49,12 @@ def run_child(kind: type[S], serve: Callable[[S], None]) -> NoReturn:
         serve(spec)
         code = 0
     except HeadraceError as error:
-        print(error, file=sys.stderr)
+        print(f"{LAST_WORDS}{error}", file=sys.stderr)
         code = error.exit_code
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        print(describe(error), file=sys.stderr)
+        print(f"{LAST_WORDS}{describe(error)}", file=sys.stderr)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -43,9 +43,9 @@ class Started:
 
     def __init__(self, behaviour: str, parent: int | None = None, **environment: str) -> None:
         receiving, self.pipe = os.pipe()
+        program = CHILD.format(behaviour=behaviour)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(behaviour=behaviour)]
-            + [str(receiving), str(parent or os.getpid())],
+            [sys.executable, "-c", program, str(receiving), str(parent or os.getpid())],
             pass_fds=[receiving],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,7 +82,7 @@ def test_it_serves_with_its_spec_and_ends_well() -> None:
 def test_a_foreseen_error_is_one_line_and_its_exit_code() -> None:
     child = Started("error")
     child.spec(READER)
-    assert child.end() == (3, "shard 2: is broken\n")
+    assert child.end() == (3, "error: shard 2: is broken\n")
 
 
 def test_an_unforeseen_error_is_one_line_with_its_place() -> None:
@@ -90,7 +90,11 @@ def test_an_unforeseen_error_is_one_line_with_its_place() -> None:
     child.spec(READER)
     code, said = child.end()
     assert code == 1 and said.count("\n") == 1
-    assert "internal error: IndexError" in said and "<string>" in said and "Traceback" not in said
+    assert (
+        said.startswith("error: internal error: IndexError")
+        and "<string>" in said
+        and "Traceback" not in said
+    )
 
 
 def test_the_traceback_is_there_for_who_asks() -> None:
@@ -130,19 +134,19 @@ def test_a_malformed_start_message_is_said(data: bytes, complaint: str) -> None:
     child = Started("return")
     child.send(data)
     code, said = child.end()
-    assert code == 1 and said.startswith(complaint) and said.count("\n") == 1
+    assert code == 1 and said.startswith(f"error: {complaint}") and said.count("\n") == 1
 
 
 def test_another_childs_start_message_is_said() -> None:
     child = Started("return")
     child.spec(ENGRAM)
-    assert child.end() == (1, "start message is EngramServiceSpec, expected ReaderSpec\n")
+    assert child.end() == (1, "error: start message is EngramServiceSpec, expected ReaderSpec\n")
 
 
 def test_a_parent_that_dies_in_the_start_is_noticed() -> None:
     child = Started("return")
     os.close(child.pipe)
-    assert child.end() == (1, "the parent ended before its start message\n")
+    assert child.end() == (1, "error: the parent ended before its start message\n")
 
 
 def test_a_parent_that_died_before_the_start_leaves_no_orphan() -> None:
@@ -160,4 +164,6 @@ def test_a_person_who_starts_a_child_is_told_what_to_start() -> None:
         timeout=PATIENCE_S,
     )
     assert ended.returncode == 1
-    assert ended.stderr == "headrace starts this module, not a person; see headrace --help\n"
+    assert ended.stderr == (
+        "error: headrace starts this module, not a person; see headrace --help\n"
+    )
