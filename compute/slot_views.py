@@ -106,7 +106,8 @@ class StagedSlots:
             buffer.copy_(self._slots[slot], non_blocking=True)
             self._copied.record(self._copying)
         computing.wait_event(self._copied)
-        return _carve(buffer, 0, place, self._shapes)
+        base = self._current * buffer.nbytes
+        return _carve(self._buffers.view(-1), base, place, self._shapes)
 
     def idle(self) -> bool:
         return bool(self._copied.query())
@@ -131,6 +132,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def _carve(
     memory: torch.Tensor, base: int, place: Sequence[int], shapes: dict[str, tuple[int, int]]
 ) -> ExpertBytes:
+    # `as_strided` counts from the beginning of the storage, whatever view it is called on.
     tensors = {
         field: memory.as_strided(shape, (shape[1], 1), base + offset)
         for field, shape, offset in zip(_FIELDS, shapes.values(), place, strict=True)

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from compute.formats import round_trip_fp8
 
 
+# Splitting a product along K, cuBLAS would otherwise add the parts in bf16.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
     """An fp8 weight dequantized once: `values` [N, K] in `product_dtype`, exact either way."""
