@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import click
 
 from launch.bench.commands import group_command, io_command, ipc_command, trace_command
 from launch.check import check_command
 from launch.generate import generate_command
+from launch.server.command import serve_command
+from launch.settings import Settings, options_command
 from launch.synth.command import synth_command
 from protocol.errors import HeadraceError
 from protocol.lifecycle import DEBUG_VARIABLE, describe
@@ -22,15 +25,25 @@ from protocol.lifecycle import DEBUG_VARIABLE, describe
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="headrace")
-def cli() -> None:
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="TOML file of options.  [default: $HEADRACE_CONFIG or ~/.config/headrace/headrace.toml]",
+)
+@click.pass_context
+def cli(context: click.Context, config: Path | None) -> None:
     """Run DeepSeek-V4.1 Flash on one machine by streaming its experts from disk.
 
     \b
     headrace check DIR                         is this checkpoint whole, and what does it need?
     headrace generate DIR --prompt "Hello"     read the model's answer
+    headrace serve DIR                         an OpenAI-compatible server, and a page to watch it
+    headrace options                           every option, its value, and where that comes from
     headrace synth DIR --preset wide           a random checkpoint to try real widths with
     headrace bench io DIR                      how fast this disk feeds the engine
     """
+    context.obj = Settings.load(config, cli)
+    context.default_map = context.obj.defaults(cli)
 
 
 @cli.group()
@@ -41,6 +54,8 @@ def bench() -> None:
 cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(synth_command)
+cli.add_command(serve_command)
+cli.add_command(options_command)
 for command in (io_command, ipc_command, group_command, trace_command):
     bench.add_command(command)
 

@@ -8,7 +8,7 @@ request at once with that error; `stop` leaves no process, socket or shared memo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import zmq
@@ -148,7 +148,7 @@ class ProcessGroup:
         """Process ids of the children by name."""
         return self._processes.pids()
 
-    async def generate(self, options: GenerateOptions) -> AsyncIterator[Event]:
+    async def generate(self, options: GenerateOptions) -> AsyncGenerator[Event, None]:
         """Run one request; the last event is Finished. Leaving the iterator early cancels it.
 
         Raises UsageError for a request too large to send, HeadraceError when the group died.

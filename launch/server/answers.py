@@ -26,6 +26,7 @@ from launch.server.activity import Activity, WatchedRequest
 from launch.server.engine import Engine
 from launch.server.errors import ApiError
 from launch.server.waiting_line import Turn, WaitingLine
+from protocol import counters
 from protocol.errors import HeadraceError, UsageError
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 
@@ -105,6 +106,14 @@ class Outcome:
     reused_tokens: int
     reasoning_tokens: int
     figures: dict[str, float]
+
+    def __str__(self) -> str:
+        speed = self.figures.get(counters.TOKENS_PER_S, 0.0)
+        rate = f" at {speed:.1f} tokens/s" if speed else ""
+        return (
+            f"{self.prompt_tokens} prompt tokens ({self.reused_tokens} reused), "
+            f"{self.completion_tokens} tokens{rate}, {self.finish_reason}"
+        )
 
 
 class Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
@@ -42,9 +42,9 @@ PAGE_HEADERS = {
 }
 
 
-def build_app(engine: Engine, options: ServerOptions) -> Starlette:
+def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]) -> Starlette:
     """The ASGI application over a started engine. Raises HeadraceError."""
-    service = Service(engine, options)
+    service = Service(engine, options, log)
     monitor = Monitor(engine, service.activity, service.line)
     recorder = Recorder(engine, service.activity)
 

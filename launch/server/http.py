@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -27,10 +27,13 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def running_server(engine: Engine, options: ServerOptions) -> AsyncIterator[str]:
-    """Serve `engine`; gives the address. Raises ResourceError where it cannot be bound."""
+async def running_server(
+    engine: Engine, options: ServerOptions, log: Callable[[str], None] = lambda line: None
+) -> AsyncIterator[str]:
+    """Serve `engine`; gives the address. `log` gets a line for each answer. Raises ResourceError
+    where the address cannot be bound."""
     config = uvicorn.Config(
-        build_app(engine, options),
+        build_app(engine, options, log),
         log_level="warning",
         access_log=False,
         lifespan="on",

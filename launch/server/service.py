@@ -6,7 +6,7 @@ Owns the line, the counts, and the tasks that make answers: a task ends with its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -36,8 +36,9 @@ SILENCE_S = 10.0
 class Service:
     """One engine behind one server."""
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions, log: Callable[[str], None]) -> None:
         """Raises CheckpointError for an unusable generation_config.json."""
+        self._log = log
         checkpoint = engine.options.checkpoint
         self.engine = engine
         self.options = options
@@ -125,9 +126,13 @@ class Service:
     def _count(self, answer: Answer) -> None:
         if answer.error is not None:
             self.activity.count("error")
+            self._log(f"error: {answer.error}")
+        elif answer.outcome is None:
+            self.activity.count("left")
+            self._log("the client left")
         else:
-            ended = answer.outcome.finish_reason if answer.outcome is not None else "left"
-            self.activity.count(ended)
+            self.activity.count(answer.outcome.finish_reason)
+            self._log(str(answer.outcome))
 
 
 async def _events(answer: Answer, shape: Shape, include_usage: bool) -> AsyncIterator[Any]:

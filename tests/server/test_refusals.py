@@ -1,4 +1,4 @@
-"""Bad requests: each names the field that is wrong and what would be right; none generates anything."""
+"""Bad requests: each names the field that is wrong and what would be right, and costs nothing."""
 
 from __future__ import annotations
 

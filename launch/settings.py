@@ -1,0 +1,208 @@
+"""Where an option's value comes from: the command line, then a TOML file, then the environment.
+
+Owns the file and the environment's names, and hands both to click as defaults, so that a command
+declares an option once. Every option `--some-name` of any command is `some-name` in the file (at
+the top for all commands, in a table `[serve]` for one) and HEADRACE_SOME_NAME in the environment;
+the DIR argument is `checkpoint` and HEADRACE_CHECKPOINT.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+from rich.table import Table
+
+from protocol.errors import UsageError
+
+PREFIX = "HEADRACE_"
+FILE_VARIABLE = "HEADRACE_CONFIG"
+CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The file's values by (command, option), command "" for all; `path` None without a file."""
+
+    path: Path | None
+    file: Mapping[tuple[str, str], Any]
+    environment: Mapping[str, str]
+
+    @classmethod
+    def load(
+        cls, path: Path | None, commands: click.Group, environment: Mapping[str, str] = os.environ
+    ) -> Settings:
+        """The file at `path`, or where HEADRACE_CONFIG says, or the user's own if there is one.
+        Raises UsageError for a file that is missing, not TOML, or names an unknown option."""
+        chosen = path or (Path(v) if (v := environment.get(FILE_VARIABLE)) else None)
+        if chosen is None:
+            own = user_file(environment)
+            chosen = own if own.is_file() else None
+        if chosen is None:
+            return cls(None, {}, environment)
+        return cls(chosen, dict(_flatten(_read(chosen), chosen, commands)), environment)
+
+    def defaults(self, group: click.Group) -> dict[str, Any]:
+        """click's `default_map` for the commands of `group`."""
+        found: dict[str, Any] = {}
+        for name, command in group.commands.items():
+            if isinstance(command, click.Group):
+                found[name] = self.defaults(command)
+            else:
+                found[name] = self.values(name, command)
+        return found
+
+    def values(self, name: str, command: click.Command) -> dict[str, Any]:
+        """What file and environment say for the command `name`, by parameter."""
+        looked = {str(p.name): self._lookup(name, p) for p in command.params}
+        return {parameter: value for parameter, value in looked.items() if value is not None}
+
+    def origin(self, context: click.Context, parameter: click.Parameter) -> str:
+        """Where `parameter` of `context`'s command has its value from, in words."""
+        assert parameter.name is not None
+        source = context.get_parameter_source(parameter.name)
+        if source is ParameterSource.COMMANDLINE:
+            return "command line"
+        if source is not ParameterSource.DEFAULT_MAP:
+            return "default"
+        name = setting_name(parameter)
+        command = context.info_name or ""
+        if (command, name) in self.file or ("", name) in self.file:
+            return f"file {self.path}"
+        return f"environment {variable_name(name)}"
+
+    def _lookup(self, command: str, parameter: click.Parameter) -> Any:
+        name = setting_name(parameter)
+        for key in ((command, name), ("", name)):
+            if key in self.file:
+                return self.file[key]
+        return self.environment.get(variable_name(name))
+
+
+def setting_name(parameter: click.Parameter) -> str:
+    """An option's name in the file: its longest spelling without dashes before it."""
+    if isinstance(parameter, click.Argument):
+        return CHECKPOINT if parameter.name == "directory" else str(parameter.name)
+    return max(parameter.opts, key=len).lstrip("-")
+
+
+def variable_name(setting: str) -> str:
+    """A setting's name in the environment."""
+    return PREFIX + setting.upper().replace("-", "_")
+
+
+def user_file(environment: Mapping[str, str]) -> Path:
+    """The file that is read when none is named."""
+    base = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config"
+    return Path(base) / "headrace" / "headrace.toml"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: is not TOML ({error})") from None
+
+
+def _flatten(
+    parsed: dict[str, Any], path: Path, commands: click.Group
+) -> Iterator[tuple[tuple[str, str], Any]]:
+    by_command = {name: set(_setting_names(command)) for name, command in _walk(commands)}
+    every = set().union(*by_command.values())
+    for key, value in parsed.items():
+        if isinstance(value, dict):
+            if key not in by_command:
+                raise UsageError(f"{path}: [{key}] is no command{_suggest(key, by_command)}")
+            for name, inner in value.items():
+                if name not in by_command[key]:
+                    hint = _suggest(name, by_command[key])
+                    raise UsageError(f"{path}: [{key}] {name} is no option of it{hint}")
+                yield (key, name), inner
+        elif key in every:
+            yield ("", key), value
+        else:
+            raise UsageError(f"{path}: {key} is no option{_suggest(key, every)}")
+
+
+def _walk(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _walk(command)
+        else:
+            yield name, command
+
+
+def _setting_names(command: click.Command) -> Iterator[str]:
+    return (setting_name(parameter) for parameter in command.params)
+
+
+def _suggest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "; see `headrace options`"
+
+
+@click.command(
+    "options",
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
+)
+@click.argument("command", default="serve")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--json", "as_json", is_flag=True, help="For a script.")
+@click.pass_context
+def options_command(
+    context: click.Context, command: str, arguments: tuple[str, ...], as_json: bool
+) -> None:
+    """Every option of COMMAND with its value and where that comes from.
+
+    Further ARGUMENTS are those the command would get.
+
+    \b
+    headrace options
+    headrace options generate --cache 64GiB
+    """
+    root = context.find_root()
+    settings, group = root.obj, root.command
+    assert isinstance(settings, Settings) and isinstance(group, click.Group)
+    chosen = dict(_walk(group)).get(command)
+    if chosen is None:
+        raise UsageError(f"there is no command {command!r}{_suggest(command, dict(_walk(group)))}")
+    inner = click.Context(chosen, parent=root, info_name=command, resilient_parsing=True)
+    inner.default_map = settings.values(command, chosen)
+    chosen.parse_args(inner, list(arguments))
+    rows = [
+        {
+            "option": setting_name(parameter),
+            "value": None if value is None else str(value),
+            "origin": settings.origin(inner, parameter),
+            "variable": variable_name(setting_name(parameter)),
+        }
+        for parameter in chosen.params
+        if parameter.name is not None and parameter.name != "help"
+        for value in (_shown(parameter, inner.params.get(parameter.name)),)
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("option", "value", "from", box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        style = "dim" if row["origin"] == "default" else ""
+        table.add_row(row["option"], row["value"] or "-", row["origin"], style=style)
+    Console().print(table)
+    file = settings.path or f"{user_file(os.environ)} (not there)"
+    click.echo(f"\nfile: {file}")
+
+
+def _shown(parameter: click.Parameter, value: Any) -> Any:
+    """A secret is not printed."""
+    return "(set)" if value and parameter.name == "api_key" else value
