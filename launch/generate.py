@@ -11,10 +11,11 @@ import click
 
 from launch.command_options import with_group_options
 from launch.foreground import console, run_foreground, running_group
-from launch.group import ProcessGroup
+from launch.group import ProcessGroup, load_tokenizer
 from launch.options import GenerateOptions, GroupOptions
-from launch.prompt import chat_prompt, raw_prompt
+from launch.prompt import chat_prompt, check_prompt, raw_prompt
 from launch.summary import run_figures, run_table
+from protocol.config import ModelConfig
 from protocol.errors import HeadraceError, UsageError
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 
@@ -55,15 +56,18 @@ def generate_command(
     """
     for path in (group.trace, json_file):
         _check_writable(path)
-    text = _prompt_text(prompt, prompt_file) if prompt_ids is None else ""
+    config = ModelConfig.load(group.checkpoint)
+    if prompt_ids is not None:
+        ids = _parse_ids(prompt_ids)
+    else:
+        encode = chat_prompt if chat else raw_prompt
+        text = _prompt_text(prompt, prompt_file)
+        ids = encode(load_tokenizer(group.checkpoint), config, text)
+    check_prompt(ids, config, group.max_context)
+    options = GenerateOptions(ids, **{**request, "stop": tuple(request["stop"])})
 
     async def main() -> None:
         async with running_group(group) as running:
-            if prompt_ids is not None:
-                ids = _parse_ids(prompt_ids)
-            else:
-                ids = (chat_prompt if chat else raw_prompt)(running.tokenizer, running.config, text)
-            options = GenerateOptions(ids, **{**request, "stop": tuple(request["stop"])})
             await _generate(running, options, json_file)
 
     run_foreground(main)
