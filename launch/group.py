@@ -285,4 +285,4 @@ class ProcessGroup:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise StallError(f"{name()}: no answer within {seconds:.0f} s") from None
+            raise StallError(f"{name()}: no answer within {seconds:g} s") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import shutil
@@ -199,9 +200,9 @@ class Command:
                 return self.lines[index + 1 :]
         return [line for line in self.lines if line.startswith("headrace: ")]
 
-    def nothing_left(self, seconds: float = 0.0) -> None:
+    def nothing_left(self, within: float = 0.0) -> None:
         """Fail where a child, a shared memory or a runtime directory outlives the command."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + within
         for name, descriptor in self._pidfds.items():
             left = max(0.0, deadline - time.monotonic())
             assert select.select([descriptor], [], [], left)[0], f"{name} lives on"
@@ -223,7 +224,8 @@ def children_of(pid: int) -> list[int]:
     """Process ids of the children of all threads of `pid`."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
+        with contextlib.suppress(FileNotFoundError):  # a thread that ended in this moment
+            found += map(int, (task / "children").read_text().split())
     return found
 
 
