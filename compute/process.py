@@ -213,7 +213,7 @@ def _assemble(
     weights = _load_weights(Shards.open(checkpoint, config), device, control)
     regions = _Regions(spec, config)
     progress = ProgressPage(regions.progress)
-    views = slot_views(regions.arena, config, device)
+    views = slot_views(regions.arena, config, device, pin=spec.pin)
     experts = ArenaExperts(
         Channel.connect(context, spec.experts, NAME, arena_experts.ACCEPTS),
         regions.directory,

@@ -42,10 +42,12 @@ class SlotViews(Protocol):
         ...
 
 
-def slot_views(arena: Arena, config: ModelConfig, device: torch.device) -> SlotViews:
-    """The way `device` reads `arena`."""
+def slot_views(
+    arena: Arena, config: ModelConfig, device: torch.device, *, pin: bool = True
+) -> SlotViews:
+    """The way `device` reads `arena`; `pin` registers it with a GPU."""
     if device.type == "cuda":
-        return StagedSlots(arena, config, device)
+        return StagedSlots(arena, config, device, pin)
     return HostSlots(arena, config)
 
 
@@ -78,8 +80,8 @@ class HostSlots:
 class StagedSlots:
     """Copies on a stream of their own, so that the next expert comes while one is computed."""
 
-    def __init__(self, arena: Arena, config: ModelConfig, device: torch.device) -> None:
-        pinned = _register(arena)
+    def __init__(self, arena: Arena, config: ModelConfig, device: torch.device, pin: bool) -> None:
+        pinned = pin and _register(arena)
         self.way = (
             "copied from pinned memory" if pinned else "copied from memory that is not pinned"
         )

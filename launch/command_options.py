@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from launch.options import GroupOptions, parse_cache
+from launch.options import GroupOptions, format_size, parse_cache, parse_size
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
 
@@ -61,6 +61,15 @@ _OPTIONS = (
         key="stall_timeout",
         type=float,
         help="Seconds compute waits for a byte before the request fails.",
+    ),
+    click.option(
+        "--keep",
+        "kept_bytes",
+        default=_DEFAULTS["kept_bytes"],
+        show_default=format_size(_DEFAULTS["kept_bytes"]),
+        metavar="SIZE",
+        callback=lambda context, parameter, value: parse_size(str(value)),
+        help="Memory for sequence states that later requests continue from; 0 keeps none.",
     ),
     click.option(
         "--runtime-dir",

@@ -180,6 +180,7 @@ class Wiring:
             stall_timeout=options.stall_timeout,
             threads=options.threads,
             verify_slots=options.verify_slots,
+            pin=options.pin != "off",
             trace=self._trace("compute"),
         )
         return "compute.process", spec, descriptors

@@ -85,7 +85,8 @@ class ComputeSpec(Message):
     the tokens of a sequence, `kept_bytes` the sequence states kept for requests that begin alike
     (0: none). `predict` is how many experts of the next layer are published (0: none).
     `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own count
-    (0: its default). `verify_slots` compares slot generations around every use."""
+    (0: its default). `verify_slots` compares slot generations around every use. `pin` registers the arena with a
+    GPU, so that it is copied from without a detour."""
 
     control: str
     experts: str
@@ -103,6 +104,7 @@ class ComputeSpec(Message):
     stall_timeout: float
     threads: int
     verify_slots: bool
+    pin: bool
     trace: str
 
 
