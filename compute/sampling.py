@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 
 from protocol.errors import HeadraceError, UsageError
+from protocol.messages import MAX_LOGPROBS
 
 Scores = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
-MAX_LOGPROBS = 20
 # Where top-p starts to look; it grows until the nucleus is inside, so this is only about speed.
 _FIRST_CANDIDATES = 512
 

@@ -15,6 +15,9 @@ from protocol.wire import Message, message
 URGENT, PREDICTED, BACKGROUND = 0, 1, 2
 LANE_NAMES = ("urgent", "predicted", "background")
 
+# Most alternatives that one token can be reported with.
+MAX_LOGPROBS = 20
+
 # A prompt of 1,048,576 tokens, five bytes each, and the request's other fields.
 LARGE = 8 << 20
 

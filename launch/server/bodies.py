@@ -19,10 +19,10 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from compute.sampling import MAX_LOGPROBS
 from compute.text import MAX_STOP_CHARACTERS, MAX_STOPS
 from launch.chat_format.conversation import EFFORTS
 from launch.server.errors import ApiError
+from protocol.messages import MAX_LOGPROBS
 
 INT64 = 1 << 63
 
