@@ -106,40 +106,47 @@ async def test_a_client_that_leaves_ends_its_trace() -> None:
             await asyncio.sleep(0.01)
 
 
-def _sample(time: float, tokens: int, seconds: float, **counted: float) -> Sample:
-    return Sample(time, {"compute": counted}, tokens, tokens, seconds, 0.0)
+def _sample(time: float, tokens: int, seconds: float, **counted: dict[str, float]) -> Sample:
+    return Sample(time, counted, tokens, tokens, seconds, 0.0)
 
 
 def test_rates_are_differences_over_time() -> None:
-    before = _sample(10.0, 0, 0.0, **{counters.STEPS: 3, counters.READ_BYTES: 100})
+    before = _sample(10.0, 0, 0.0, compute={"steps": 3}, experts={"read_bytes": 100})
     after = _sample(
         12.0,
         8,
         2.0,
-        **{
+        compute={
             counters.STEPS: 11,
-            counters.READ_BYTES: 2100,
             counters.STALL_EXPERT_S: 0.8,
             counters.STALL_ENGRAM_S: 0.2,
-            counters.PREDICTED_ISSUED: 10,
-            counters.PREDICTED_USED: 6,
             counters.DEMAND_MISSES: 2,
             counters.DEMAND_HITS: 6,
+            counters.ENGRAM_ROWS: 100,
+        },
+        experts={
+            counters.READ_BYTES: 2100,
+            counters.PREDICTED_ISSUED: 10,
+            counters.PREDICTED_USED: 6,
+        },
+        engram={
             counters.ENGRAM_ROWS: 100,
             counters.ENGRAM_ROWS_READ: 50,
             counters.ENGRAM_READ_SECONDS: 0.005,
             counters.ENGRAM_CACHE_HITS: 25,
         },
+        **{"reader-0": {counters.READ_BYTES: 2100}},
     )
     found = rates(before, after)
     assert found["tokens_per_s"] == 4.0
     assert found["pass_ms"] == {"compute": 125.0, "expert": 100.0, "engram": 25.0}
     assert (found["hit_rate"], found["precision"], found["recall"]) == (0.75, 0.6, 0.75)
     assert found["read_bytes_per_s"] == 1000.0
-    assert (found["engram_hit_rate"], found["engram_read_us"]) == (0.25, 100.0)
+    assert (found["engram_hit_rate"], found["engram_row_us"]) == (0.25, 100.0)
 
 
 def test_rates_of_nothing_are_none_and_a_restarted_process_is_no_negative_rate() -> None:
-    found = rates(_sample(1.0, 5, 1.0, read_bytes=500), _sample(2.0, 5, 1.0, read_bytes=20))
+    before = _sample(1.0, 5, 1.0, experts={"read_bytes": 500})
+    found = rates(before, _sample(2.0, 5, 1.0, experts={"read_bytes": 20}))
     assert found["tokens_per_s"] is None and found["pass_ms"] is None
     assert found["hit_rate"] is None and found["read_bytes_per_s"] == 0.0
