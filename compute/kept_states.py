@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,11 +28,23 @@ class KeptState:
     nbytes: int
 
 
-class KeptStates:
-    """Snapshots within `budget` bytes; the least recently used goes first."""
+class StateStore(Protocol):
+    """Where states outlive the process, see `compute.snapshots`."""
 
-    def __init__(self, budget: int) -> None:
+    def save(self, state: KeptState) -> None: ...
+
+    def longest(self, prompt: Sequence[int], longer_than: int) -> KeptState | None: ...
+
+    def close(self) -> None: ...
+
+
+class KeptStates:
+    """Snapshots within `budget` bytes; the least recently used goes first. `store` keeps them
+    longer, and is asked where it may have a longer beginning than memory."""
+
+    def __init__(self, budget: int, store: StateStore | None = None) -> None:
         self._budget = budget
+        self._store = store
         self._states: OrderedDict[tuple[int, ...], KeptState] = OrderedDict()
         self.nbytes = 0
 
@@ -51,17 +64,15 @@ class KeptStates:
             return
         if nbytes > self._budget:
             return
-        if known is not None:
-            self._drop(key)
-        while self.nbytes + nbytes > self._budget:
-            self._drop(next(iter(self._states)))
         snapshot = {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
             for name, value in state.snapshot().items()
         }
         held = logits.cpu() if logits is not None else None
-        self._states[key] = KeptState(key, snapshot, held, nbytes)
-        self.nbytes += nbytes
+        kept = KeptState(key, snapshot, held, nbytes)
+        self._remember(kept)
+        if self._store is not None:
+            self._store.save(kept)
 
     def longest(self, prompt: Sequence[int]) -> KeptState | None:
         """The longest kept beginning of `prompt` from which its last token's logits follow."""
@@ -73,6 +84,11 @@ class KeptStates:
             longer = best is None or length > len(best.tokens)
             if longer and enough and whole[:length] == state.tokens:
                 best = state
+        if self._store is not None:
+            stored = self._store.longest(prompt, len(best.tokens) if best is not None else 0)
+            if stored is not None:
+                self._remember(stored)
+                return stored
         if best is not None:
             self._states.move_to_end(best.tokens)
         return best
@@ -85,6 +101,21 @@ class KeptStates:
         """Forget everything."""
         self._states.clear()
         self.nbytes = 0
+
+    def close(self) -> None:
+        """Let the store finish what it is writing."""
+        if self._store is not None:
+            self._store.close()
+
+    def _remember(self, kept: KeptState) -> None:
+        if kept.tokens in self._states:
+            self._drop(kept.tokens)
+        if kept.nbytes > self._budget:
+            return
+        while self.nbytes + kept.nbytes > self._budget:
+            self._drop(next(iter(self._states)))
+        self._states[kept.tokens] = kept
+        self.nbytes += kept.nbytes
 
     def _drop(self, key: tuple[int, ...]) -> None:
         self.nbytes -= self._states.pop(key).nbytes

@@ -24,6 +24,7 @@ from compute.model import Model
 from compute.progress import ProgressPage
 from compute.ring_engram import RingEngram
 from compute.slot_views import slot_views
+from compute.snapshots import Snapshots, identity_of
 from compute.text import TokenBytes
 from compute.weights import ModelWeights
 from protocol import counters
@@ -86,6 +87,7 @@ class ComputeProcess:
                 continue
             self._answer(self._queue.popleft())
         self._tracer.stop()
+        self._generator.kept.close()
 
     def _answer(self, request: Generate) -> None:
         self._current, self._cancelled = request.request, False
@@ -235,17 +237,19 @@ def _assemble(
         min(spec.chunk_tokens, engram.block_tokens),
         min(spec.max_context, config.max_position_embeddings),
     )
+    store = _snapshots(spec, config, device, limits)
     generator = TextGenerator(
         Model(config, weights, experts, engram, tracer=tracer, predictions=spec.predict),
         engram,
         token_bytes,
         progress,
         tracer,
-        KeptStates(spec.kept_bytes),
+        KeptStates(spec.kept_bytes, store),
         limits,
         lambda: experts.counts | engram.counts,
     )
     facts = {
+        "sequence states": f"{len(store)} kept on disk" if store is not None else "in memory only",
         "device": f"{device}, {torch.get_num_threads()} threads",
         "products": str(product_dtype(device)).removeprefix("torch."),
         "dense weights": f"{weights.nbytes} bytes",
@@ -253,6 +257,17 @@ def _assemble(
         "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
     }
     return generator, facts
+
+
+def _snapshots(
+    spec: ComputeSpec, config: ModelConfig, device: torch.device, limits: Limits
+) -> Snapshots | None:
+    if not spec.snapshot_dir:
+        return None
+    # A state equals a fresh run's bit for bit only where it was computed in the same chunks.
+    arithmetic = (device.type, product_dtype(device), torch.__version__, limits.chunk_tokens)
+    identity = identity_of(Path(spec.checkpoint), *arithmetic)
+    return Snapshots(Path(spec.snapshot_dir), spec.snapshot_bytes, identity, config)
 
 
 def serve(spec: ComputeSpec) -> None:

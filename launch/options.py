@@ -23,7 +23,8 @@ class GroupOptions:
     none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
     where the machine does not allow it) or `off`. `predict` experts of the next layer are published
     and at most `predicted_in_flight` are read ahead at once; 0 turns prefetch off.
-    `kept_bytes` bound the sequence states that let a request continue an earlier one.
+    `kept_bytes` bound the sequence states that let a request continue an earlier one;
+    `snapshot_dir` keeps them beyond the process, within `snapshot_bytes`.
     """
 
     checkpoint: Path
@@ -43,6 +44,8 @@ class GroupOptions:
     chunk_tokens: int = 512
     max_context: int = 32768
     kept_bytes: int = 256 << 20
+    snapshot_dir: Path | None = None
+    snapshot_bytes: int = 4 * GIB
     seed: int = 0
     threads: int = 0
     verify_slots: bool = False
@@ -66,6 +69,7 @@ class GroupOptions:
             ("chunk_tokens", 1),
             ("max_context", 1),
             ("kept_bytes", 0),
+            ("snapshot_bytes", 0),
             ("threads", 0),
         ):
             if getattr(self, name) < least:

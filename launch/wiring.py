@@ -176,6 +176,8 @@ class Wiring:
             chunk_tokens=options.chunk_tokens,
             max_context=min(options.max_context, self.config.max_position_embeddings),
             kept_bytes=options.kept_bytes,
+            snapshot_dir=str(options.snapshot_dir or "") if options.snapshot_bytes else "",
+            snapshot_bytes=options.snapshot_bytes,
             predict=options.predict,
             stall_timeout=options.stall_timeout,
             threads=options.threads,

@@ -83,10 +83,11 @@ class EngramServiceSpec(Message):
 class ComputeSpec(Message):
     """`device` is a torch device or `auto`. `chunk_tokens` bounds one prefill chunk, `max_context`
     the tokens of a sequence, `kept_bytes` the sequence states kept for requests that begin alike
-    (0: none). `predict` is how many experts of the next layer are published (0: none).
-    `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own count
-    (0: its default). `verify_slots` compares slot generations around every use. `pin` registers the arena with a
-    GPU, so that it is copied from without a detour."""
+    (0: none); `snapshot_dir` keeps them on disk too, within `snapshot_bytes` ("": not at all).
+    `predict` is how many experts of the next layer are published (0: none). `stall_timeout` seconds
+    bound every wait for experts or rows. `threads` is torch's own count (0: its default).
+    `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
+    so that it is copied from without a detour."""
 
     control: str
     experts: str
@@ -100,6 +101,8 @@ class ComputeSpec(Message):
     chunk_tokens: int
     max_context: int
     kept_bytes: int
+    snapshot_dir: str
+    snapshot_bytes: int
     predict: int
     stall_timeout: float
     threads: int

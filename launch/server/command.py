@@ -13,6 +13,7 @@ from launch.group import ProcessGroup
 from launch.options import GroupOptions, parse_size
 from launch.server.http import running_server
 from launch.server.options import ServerOptions
+from launch.snapshot_options import with_snapshot_options
 
 WATCH_S = 0.25
 
@@ -39,6 +40,7 @@ WATCH_S = 0.25
     show_default=True,
     help="Whether chats that do not say reason before they answer.",
 )
+@with_snapshot_options
 @click.option("--model-name", default="", help="Name in the API.  [default: that of DIR]")
 @click.option("--quiet", is_flag=True, help="No line for each answer.")
 def serve_command(group: GroupOptions, max_body: str, quiet: bool, **server: Any) -> None:

@@ -1,0 +1,37 @@
+"""Options of the commands that keep conversations on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.options import GIB, parse_size
+
+
+def default_snapshot_dir() -> Path:
+    """The user's own cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "headrace" / "states"
+
+
+def with_snapshot_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--snapshot-dir` and `--snapshot-bytes`, which become part of GroupOptions."""
+    function = click.option(
+        "--snapshot-bytes",
+        default=f"{4 * GIB}",
+        show_default="4GiB",
+        metavar="SIZE",
+        callback=lambda context, parameter, value: parse_size(str(value)),
+        help="Disk for sequence states that survive a restart; they hold what was said. 0: none.",
+    )(function)
+    return click.option(
+        "--snapshot-dir",
+        type=click.Path(path_type=Path),
+        default=default_snapshot_dir,
+        show_default="~/.cache/headrace/states",
+        help="Where they are kept.",
+    )(function)
