@@ -186,9 +186,7 @@ class Snapshots:
 
     def _refuse(self, name: str, path: Path, error: Exception) -> None:
         self.refused += 1
-        print(
-            f"{path}: refused and removed, its tokens are computed again ({error})", file=sys.stderr
-        )
+        _say(f"{path}: refused and removed, its tokens are computed again ({error})")
         self._forget(name)
         with contextlib.suppress(OSError):
             path.unlink()
@@ -205,9 +203,7 @@ class Snapshots:
                 self._write(state)
             except _UNUSABLE as error:
                 self.dropped += 1
-                print(
-                    f"{self._directory}: a sequence state was not kept ({error})", file=sys.stderr
-                )
+                _say(f"{self._directory}: a sequence state was not kept ({error})")
 
     def _write(self, state: KeptState) -> None:
         tokens = np.asarray(state.tokens, np.int32)
@@ -257,11 +253,15 @@ class Snapshots:
                 used -= size
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _digest(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{metadata['identity']}\0{metadata['numbers']}".encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

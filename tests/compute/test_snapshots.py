@@ -1,4 +1,4 @@
-"""States on disk: a conversation goes on after a restart, and what is not trustworthy is refused."""
+"""States on disk: conversations go on after a restart, and what is not trustworthy is refused."""
 
 from __future__ import annotations
 

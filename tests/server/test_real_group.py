@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,6 +239,30 @@ def test_a_second_turn_prefills_only_what_is_new(server: RealServer) -> None:
     second = server.client.chat.completions.create(model="mini", messages=messages, max_tokens=4)
     reused = second.usage.prompt_tokens_details.cached_tokens
     assert reused >= first.usage.prompt_tokens - 1
+
+
+def test_a_conversation_goes_on_after_a_restart_and_without_its_damaged_state(
+    tmp_path: Path,
+) -> None:
+    states = ("--snapshot-dir", str(tmp_path))
+
+    def turn(server: RealServer) -> tuple[str, int]:
+        answer = ask(server, "A first question, of some length.", max_tokens=4)
+        reused = answer.usage.prompt_tokens_details.cached_tokens
+        return answer.choices[0].message.content, reused
+
+    with real_server(MINI, *states) as server:
+        fresh, reused = turn(server)
+        assert reused == 0
+    files = list(tmp_path.glob("*.state"))
+    assert len(files) == 2
+    with real_server(MINI, *states) as server:
+        again, reused = turn(server)
+        assert again == fresh and reused > 0
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-50])
+    with real_server(MINI, *states) as server:
+        assert turn(server) == (fresh, 0)
 
 
 def test_compute_killed_ends_the_server_with_one_line() -> None:
