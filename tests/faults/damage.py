@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from protocol.shards import INDEX_NAME
+from protocol.config import ModelConfig
+from protocol.shards import DTYPE_BITS, INDEX_NAME
+from protocol.tensor_table import expected_tensors
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 Json = dict[str, Any]
@@ -28,26 +32,18 @@ def edited(path: Path) -> Iterator[Json]:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def config(checkpoint: Path) -> Any:
-    """Edit config.json's text_config."""
-
-    @contextmanager
-    def inner() -> Iterator[Json]:
-        with edited(checkpoint / "config.json") as whole:
-            yield whole["text_config"]
-
-    return inner()
+@contextmanager
+def config(checkpoint: Path) -> Iterator[Json]:
+    """The text_config of config.json, written back at the end."""
+    with edited(checkpoint / "config.json") as whole:
+        yield whole["text_config"]
 
 
-def index(checkpoint: Path) -> Any:
-    """Edit the index's weight_map."""
-
-    @contextmanager
-    def inner() -> Iterator[Json]:
-        with edited(checkpoint / INDEX_NAME) as whole:
-            yield whole["weight_map"]
-
-    return inner()
+@contextmanager
+def index(checkpoint: Path) -> Iterator[Json]:
+    """The index's weight_map, written back at the end."""
+    with edited(checkpoint / INDEX_NAME) as whole:
+        yield whole["weight_map"]
 
 
 def shard_of(checkpoint: Path, tensor: str) -> Path:
@@ -73,3 +69,34 @@ def set_byte(checkpoint: Path, tensor: str, value: int) -> None:
     length = int.from_bytes(raw[:8], "little")
     begin = 8 + length + json.loads(raw[8 : 8 + length])[tensor]["data_offsets"][0]
     path.write_bytes(raw[:begin] + bytes([value]) + raw[begin + 1 :])
+
+
+def sparse_checkpoint(directory: Path, **changes: int) -> Path:
+    """A sound checkpoint of the mini shape with these changes to text_config, whose shards are all
+    holes: it takes no room on disk, whatever sizes it claims."""
+    checkpoint = directory / "checkpoint"
+    checkpoint.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(MINI / name, checkpoint / name)
+    with config(checkpoint) as text:
+        text |= changes
+    weight_map: dict[str, str] = {}
+    for group, items in groupby(
+        expected_tensors(ModelConfig.load(checkpoint)).items(), lambda item: item[1].group
+    ):
+        header, end = {}, 0
+        for name, spec in items:
+            begin, end = end, end + math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+            header[name] = {
+                "dtype": spec.dtype,
+                "shape": spec.shape,
+                "data_offsets": [begin, end],
+            }
+        raw = json.dumps(header).encode()
+        path = checkpoint / f"{group}.safetensors"
+        path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+        with path.open("r+b") as file:
+            file.truncate(8 + len(raw) + end)
+        weight_map |= dict.fromkeys(header, path.name)
+    (checkpoint / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return checkpoint
