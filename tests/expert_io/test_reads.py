@@ -103,7 +103,7 @@ def test_what_was_given_up_is_over_once_readers_have_answered() -> None:
     queue = queued(one)
     order = queue.give_out(one, 0, 0.0)
     queue.give_up(one)
-    assert queue.next_begun(BACKGROUND) is None and not one.over
+    assert queue.next_begun(BACKGROUND) is None and one.held == 1
     queue.take_back(order.number, 0)
     assert one.over and offsets(one) == [1, 2]
     queue.remove(one)
