@@ -116,7 +116,9 @@ class ProcessGroup:
             self._wiring = Wiring(
                 self.config, self.options, self._runtime, self._regions, slices.files
             )
-            self._processes = Processes(self._wiring.reader, self._fail, self._on_line)
+            self._processes = Processes(
+                self._wiring.reader, self._fail, self._on_line, self.plan.memory_bytes
+            )
             self._control.attach(asyncio.get_running_loop(), self._on_message)
             for name, launch in self._wiring.services().items():
                 self._processes.start(name, launch)

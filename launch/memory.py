@@ -37,6 +37,11 @@ class MemoryPlan:
         """Bytes of the arena."""
         return self.slots * self.slot_bytes
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the arena and the dense weights beside it."""
+        return self.arena_bytes + self.dense_bytes
+
 
 def plan_memory(config: ModelConfig, options: GroupOptions, slot_bytes: int) -> MemoryPlan:
     """Size the arena of `slot_bytes` slots.
@@ -66,9 +71,9 @@ def plan_memory(config: ModelConfig, options: GroupOptions, slot_bytes: int) -> 
             f"({format_size(least * slot_bytes)}); give at least --slots {least}"
         )
     plan = MemoryPlan(min(slots, every + in_flight), slot_bytes, dense, every)
-    if plan.arena_bytes + dense > available:
+    if plan.memory_bytes > available:
         raise ResourceError(
-            f"{asked} with the dense weights needs {format_size(plan.arena_bytes + dense)}, "
+            f"{asked} with the dense weights needs {format_size(plan.memory_bytes)}, "
             f"{format_size(available)} of memory are available; ask for a smaller --cache"
         )
     _check_pin(options, plan)

@@ -36,17 +36,20 @@ def reader_name(reader: int) -> str:
 
 class Processes:
     """The children by name. `describe_reader(reader, incarnation)` says how to start a reader;
-    `on_death(error)` is called once, for the first death that ends the group."""
+    `on_death(error)` is called once, for the first death that ends the group. `budget` is the
+    memory in bytes that the group was planned with, for messages."""
 
     def __init__(
         self,
         describe_reader: Callable[[int, int], Launch],
         on_death: Callable[[HeadraceError], None],
         on_line: Callable[[str, str], None],
+        budget: int,
     ) -> None:
         self._describe_reader = describe_reader
         self._on_death = on_death
         self._on_line = on_line
+        self._budget = budget
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
         self._stopping = False
@@ -98,7 +101,7 @@ class Processes:
         del self._children[child.name]
         if self._stopping:
             return
-        error = death_error(child, code)
+        error = death_error(child, code, self._budget)
         if child.name.startswith("reader-") and code < 0:
             if self._may_restart():
                 self.readers_replaced += 1
@@ -118,7 +121,7 @@ class Processes:
         return len(self._restarts) <= READER_RESTARTS
 
 
-def death_error(child: Child, code: int) -> HeadraceError:
+def death_error(child: Child, code: int, budget: int) -> HeadraceError:
     """Why the group ends when `child` did: its own words where it had an error of its own."""
     words = child.last_words()
     if code > 1 and child.error:
@@ -127,8 +130,11 @@ def death_error(child: Child, code: int) -> HeadraceError:
         return error
     reason = f": {words}" if words else ""
     if code == -signal.SIGKILL:
-        free = format_size(available_memory())
-        reason = f" (probably out of memory: {free} are free now; ask for a smaller --cache)"
+        planned, free = format_size(budget), format_size(available_memory())
+        reason = (
+            f" (probably out of memory: cache and dense weights were to take {planned}, {free} are "
+            "free now; ask for a smaller --cache)"
+        )
     return ProcessDied(f"{child.name} ended: {_how(code)}{reason}")
 
 
