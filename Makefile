@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 DEMO_CHECKPOINT := $(firstword $(wildcard demo) tests/golden/data/mini)
 DEMO_PROMPT ?= The water runs down to the mill, and
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-browser lint clean
 
 demo: $(VENV)/installed
 	@echo "--- generating from $(DEMO_CHECKPOINT), whose experts do not all fit in the cache"
@@ -18,6 +18,12 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test lint
 	@echo "--- tests"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The server's page, where chromium and chromedriver are installed (on Debian: apt-get install
+# chromium chromium-driver); `make test` does without them.
+test-browser: $(VENV)/installed-test
+	@echo "--- the page in a browser"
+	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-test
 	@echo "--- ruff and mypy"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
-from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -23,23 +21,11 @@ from launch.server.guard import Guard
 from launch.server.metrics import metrics_text
 from launch.server.monitor import KEPT_SAMPLES, Monitor, health
 from launch.server.options import ServerOptions
+from launch.server.page import page
 from launch.server.recording import MOST_TOKENS, Recorder
 from launch.server.service import Service
 from launch.server.shapes import ChatShape, CompletionShape
 from protocol.errors import HeadraceError
-
-# Everything the page needs is inside it, and it talks to nobody but this server.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
-PAGE_HEADERS = {
-    "Content-Security-Policy": PAGE_POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]) -> Starlette:
@@ -108,8 +94,8 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         headers = {"Content-Disposition": 'attachment; filename="headrace-trace.json"'}
         return Response(recorded, headers=headers, media_type="application/json")
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(page_text(), headers=PAGE_HEADERS)
+    async def show_page(request: Request) -> Response:
+        return HTMLResponse(page().text, headers=page().headers)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -129,7 +115,7 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
             Route("/stats", stats),
             Route("/residency", residency),
             Route("/trace", trace, methods=["POST"]),
-            Route("/", page),
+            Route("/", show_page),
         ],
         middleware=[Middleware(Guard, options.api_key, options.loopback)],
         exception_handlers={
@@ -141,12 +127,6 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         },
         lifespan=lifespan,
     )
-
-
-@cache
-def page_text() -> str:
-    """The page, one self-contained HTML file."""
-    return (files("launch.server") / "page.html").read_text(encoding="utf-8")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
