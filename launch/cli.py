@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from launch.bench.commands import group_command, io_command, ipc_command, trace_command
+from launch.chat import chat_command
 from launch.check import check_command
 from launch.generate import generate_command
 from launch.server.command import serve_command
@@ -37,6 +38,7 @@ def cli(context: click.Context, config: Path | None) -> None:
     \b
     headrace check DIR                         is this checkpoint whole, and what does it need?
     headrace generate DIR --prompt "Hello"     read the model's answer
+    headrace chat DIR                          talk to the model
     headrace serve DIR                         an OpenAI-compatible server, and a page to watch it
     headrace options                           every option, its value, and where that comes from
     headrace synth DIR --preset wide           a random checkpoint to try real widths with
@@ -55,6 +57,7 @@ cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(synth_command)
 cli.add_command(serve_command)
+cli.add_command(chat_command)
 cli.add_command(options_command)
 for command in (io_command, ipc_command, group_command, trace_command):
     bench.add_command(command)

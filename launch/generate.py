@@ -31,7 +31,13 @@ from protocol.messages import Finished, PrefillProgress, TokenEvent
 @click.option("--top-k", default=0, show_default=True, help="Choose among this many; 0: all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Choose among this much probability.")
 @click.option("--min-p", default=0.0, show_default=True, help="Least share of the likeliest's.")
-@click.option("--seed", default=0, show_default=True, help="The same seed gives the same text.")
+@click.option(
+    "--seed",
+    "sampling_seed",
+    default=0,
+    show_default=True,
+    help="The same seed gives the same text.",
+)
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given repeatedly.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a trace for ui.perfetto.dev.")
@@ -43,6 +49,7 @@ def generate_command(
     prompt_ids: str | None,
     chat: bool,
     json_file: Path | None,
+    sampling_seed: int,
     **request: Any,
 ) -> None:
     """Generate text from the checkpoint in DIR.
@@ -64,7 +71,8 @@ def generate_command(
         text = _prompt_text(prompt, prompt_file)
         ids = encode(load_tokenizer(group.checkpoint), config, text)
     check_prompt(ids, config, group.max_context)
-    options = GenerateOptions(ids, **{**request, "stop": tuple(request["stop"])})
+    request["stop"] = tuple(request["stop"])
+    options = GenerateOptions(ids, seed=sampling_seed, **request)
 
     async def main() -> None:
         async with running_group(group) as running:

@@ -1,0 +1,1 @@
+"""What people see in a terminal: a chat, and live figures of a server."""

@@ -1,0 +1,77 @@
+"""Where a person's lines come from: an editor line with history, or a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.formatted_text import HTML
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.patch_stdout import patch_stdout
+
+
+class Lines(Protocol):
+    """Gives what a person writes. EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+
+    async def next(self) -> str: ...
+
+
+class PipedLines:
+    """One message a line of standard input."""
+
+    async def next(self) -> str:
+        line = await asyncio.to_thread(sys.stdin.readline)
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+
+class EditedLines:
+    """Enter sends, Alt-Enter begins a new line, arrows go through the history."""
+
+    def __init__(self, commands: list[str]) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            message=HTML("<b><ansiblue>&gt; </ansiblue></b>"),
+            prompt_continuation="  ",
+            multiline=True,
+            key_bindings=_bindings(),
+            history=FileHistory(str(history_file())),
+            completer=WordCompleter(commands, sentence=True),
+            complete_while_typing=False,
+        )
+
+    async def next(self) -> str:
+        # What processes say meanwhile goes above the line being edited.
+        with patch_stdout(raw=True):
+            text: str = await self._session.prompt_async()
+            return text
+
+
+def history_file() -> Path:
+    """The user's own, readable by nobody else."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(base) / "headrace" / "chat-history"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(mode=0o600)
+    return path
+
+
+def _bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    @bindings.add("c-j")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
