@@ -13,7 +13,7 @@ DEMO_PROMPT ?= The water runs down to the mill, and
 demo: $(VENV)/installed
 	@echo "--- generating from $(DEMO_CHECKPOINT), whose experts do not all fit in the cache"
 	$(BIN)/headrace generate $(DEMO_CHECKPOINT) --raw --prompt "$(DEMO_PROMPT)" \
-		--max-tokens 100 --cache 40% --readers 2
+		--max-tokens 100 --cache 40% --readers 2 --threads 1
 
 test: $(VENV)/installed-test lint
 	@echo "--- tests"
