@@ -26,7 +26,7 @@ class PipedLines:
     """One message a line of standard input."""
 
     async def next(self) -> str:
-        line = await asyncio.to_thread(sys.stdin.readline)
+        line: str = await asyncio.to_thread(sys.stdin.readline)
         if not line:
             raise EOFError
         return line.rstrip("\n")
@@ -70,7 +70,6 @@ def _bindings() -> KeyBindings:
         event.current_buffer.validate_and_handle()
 
     @bindings.add("escape", "enter")
-    @bindings.add("c-j")
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
