@@ -70,6 +70,7 @@ def _bindings() -> KeyBindings:
         event.current_buffer.validate_and_handle()
 
     @bindings.add("escape", "enter")
+    @bindings.add("escape", "c-j")  # the same, typed while the answer was still coming
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 

@@ -32,6 +32,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(private: dict[str, str]) ->
         terminal.wait_for("> ")
         terminal.type("\x03")
         terminal.wait_for("Ctrl-D leaves")
+        terminal.wait_for("> ")
         terminal.type("one\x1b\rtwo\r")
         terminal.wait_for("tokens/s")
         terminal.type("\x03")
