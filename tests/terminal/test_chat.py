@@ -40,6 +40,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(private: dict[str, str]) ->
         saved = Path(private["HOME"]) / "talk.json"
         terminal.type(f"/save {saved}\r")
         terminal.wait_for("4 messages saved")
+        terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.exit_code() == 0
         messages = json.loads(saved.read_text())["messages"]
