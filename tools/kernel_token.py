@@ -1,7 +1,7 @@
 """One token's kernels over 40 layers of random weights at released widths, for `kernel_bench`.
 
-Owns the weights, the buffers, and the order of the launches. It is a stand-in for the engine's step:
-the same kernels over the same bytes, with no checkpoint and no meaning.
+Owns the weights, the buffers, and the order of the launches. It is a stand-in for the engine's
+step: the same kernels over the same bytes, with no checkpoint and no meaning.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class Token:
 
     def __init__(self, layers: int, tiles: dict[str, dict[str, Any]]) -> None:
         self.tiles = tiles
-        self.each = False
         self.layers = [Layer() for _ in range(layers)]
         self.head = (torch.randn(VOCAB, H, device=DEVICE) * 0.02).to(BF16)
         self.bytes = sum(layer.bytes for layer in self.layers) + self.head.nbytes
@@ -83,7 +82,7 @@ class Token:
             norm=torch.rand(H, device=DEVICE).to(BF16),
             q_norm=torch.rand(QL, device=DEVICE).to(BF16),
             kv_norm=torch.rand(HEAD, device=DEVICE).to(BF16),
-            x=buffer(1, H), rounded=buffer(1, H), qkv=buffer(4, 1, QL + HEAD, dtype=FP32),
+            x=buffer(1, H), rounded=buffer(1, H), qkv=buffer(5, 1, QL + HEAD, dtype=FP32),
             cos=torch.rand(1, ROT // 2, device=DEVICE), sin=torch.rand(1, ROT // 2, device=DEVICE),
             slots=torch.tensor([5], dtype=torch.int32, device=DEVICE), latent=buffer(1, QL),
             q=buffer(1, HEADS, HEAD),
@@ -96,12 +95,12 @@ class Token:
             denominator=buffer(1, blocks, HEADS, dtype=FP32),
             grouped=buffer(1, 8192), logits=buffer(10, 1, EXPERTS, dtype=FP32),
             ids=buffer(1, PICKS, dtype=torch.int32), weights=buffer(1, PICKS, dtype=FP32),
-            shared_a=buffer(1, INTER), shared=buffer(1, H), a=buffer(PICKS, INTER), picks=buffer(1, PICKS, H),
-            x_limbs=Limbs.empty(1, H, DEVICE), a_limbs=Limbs.empty(PICKS, INTER, DEVICE),
+            shared_a=buffer(1, INTER), shared=buffer(1, H), a=buffer(PICKS, INTER), picks=buffer(1,
+            PICKS, H), x_limbs=Limbs.empty(1, H, DEVICE), a_limbs=Limbs.empty(PICKS, INTER, DEVICE),
             sums=buffer(hyper_connections.mix_splits(HC * H), 1, 32, dtype=FP32),
             mixes=[
-                [buffer(1, HC, dtype=FP32), buffer(1, HC, dtype=FP32), buffer(1, HC, HC, dtype=FP32)]
-                for _ in range(2)
+                [buffer(1, HC, dtype=FP32), buffer(1, HC, dtype=FP32), buffer(1, HC, HC,
+                dtype=FP32)] for _ in range(2)
             ],
             out=buffer(1, 1, VOCAB, dtype=FP32),
         )  # fmt: skip
@@ -175,27 +174,14 @@ class Token:
             **self.tiles.get("experts gate+up", {}),
         )
         k.quantize(b.a, None, b.a_limbs)
+        k.experts_down(b.a_limbs, layer.table, b.picks, **self.tiles.get("experts down", {}))
         pre, post, comb = b.mixes[1]
-        if self.each:
-            k.experts_down_each(
-                b.a_limbs, layer.table, b.picks, **self.tiles.get("experts down each", {})
-            )
-            k.post(b.picks, b.shared, b.streams, post, comb, pre, b.collapsed)
-        else:
-            k.experts_down_to_streams(
-                b.a_limbs,
-                layer.table,
-                b.shared,
-                b.streams,
-                post,
-                comb,
-                pre,
-                b.collapsed,
-                **self.tiles.get("experts down", {}),
-            )
+        k.post(b.picks, b.shared, b.streams, post, comb, pre, b.collapsed)
 
     def step(self, side: bool) -> None:
-        """One token; with `side` what the critical path does not wait for goes on a second stream."""
+        """One token; with `side` what the critical path does not wait for goes on a second
+        stream.
+        """
         main = torch.cuda.current_stream()
 
         def beside(*work: Callable[[], None]) -> None:
@@ -225,7 +211,7 @@ class Token:
             self.routed(layer)
         k.rms_norm(self.b.collapsed, self.b.norm, self.b.x, None, eps=1e-20)
         k.bf16_matvec(self.b.x, self.head, self.b.out, **self.tiles.get("head", {}))
-        self.launches = len(self.layers) * (20 if self.each else 19) + 2
+        self.launches = len(self.layers) * 20 + 2
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """The token's stages by themselves, each over all layers."""

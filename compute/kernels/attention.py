@@ -1,11 +1,12 @@
-"""Attention of one or a few queries over their window and their chosen compressed rows, in one softmax.
+"""Attention of one or a few queries over their window and their chosen compressed rows, in one
+softmax.
 
-Owns two kernels. The first takes 16 heads and one block of rows a program, so that a few heads fill a
-GPU; the second adds the blocks in fixed order, brings in the sink and rotates the result back.
+Owns two kernels. The first takes 16 heads and one block of rows a program, so that a few heads fill
+a GPU; the second adds the blocks in fixed order, brings in the sink and rotates the result back.
 
-The reference rounds probabilities to bf16 relative to the greatest score of all blocks so far; here it
-is the greatest of the block itself, because blocks run at the same time. That changes which way a
-probability rounds, not how far: 2 to 5 % of outputs by one bf16 step, rel 4e-4 to 1e-3
+The reference rounds probabilities to bf16 relative to the greatest score of all blocks so far; here
+it is the greatest of the block itself, because blocks run at the same time. That changes which way
+a probability rounds, not how far: 2 to 5 % of outputs by one bf16 step, rel 4e-4 to 1e-3
 (`docs/kernels.md`), and nothing where there is a single block.
 """
 
@@ -55,7 +56,9 @@ def _attend_block(
     slot = tl.arange(0, ROWS)
     if block < window_blocks:
         slot += block * ROWS
-        row = tl.load(window_index + token * window_slots + slot, mask=slot < window_slots, other=-1)
+        row = tl.load(
+            window_index + token * window_slots + slot, mask=slot < window_slots, other=-1
+        )
         source = window
     else:
         slot += (block - window_blocks) * ROWS
@@ -69,7 +72,7 @@ def _attend_block(
     partner_at = (token * heads + head)[:, None] * D + (column ^ 1)[None, :]
     partner = tl.load(q + partner_at, mask=tail, other=0.0).to(tl.float32)
     angle = token * (ROTATED // 2)
-    query = rotate_pairs(query, partner, column[None, :], D - ROTATED, cos + angle, sin + angle)
+    query = rotate_pairs(query, partner, column[None, :], D - ROTATED, D, cos + angle, sin + angle)
     kv = tl.load(
         source + row.to(tl.int64)[:, None] * D + column[None, :],
         mask=seen[:, None] & (column < D)[None, :],
@@ -117,13 +120,16 @@ def _combine(
     partner = to_bf16(tl.sum(partner * share[:, None], axis=0))
     angle = token * (ROTATED // 2)
     # The inverse rotation: the partner's part with its sign turned.
-    y = rotate_pairs(y, -partner, column, D - ROTATED, cos + angle, sin + angle)
+    y = rotate_pairs(y, -partner, column, D - ROTATED, D, cos + angle, sin + angle)
     tl.store(out + (token * heads + head) * D + column, as_bf16(y), mask=column < D)
 
 
 def attention_blocks(window_slots: int, chosen_slots: int) -> int:
-    """How many blocks of rows a query of these widths has: the second axis of the scratch tensors."""
-    return triton.cdiv(window_slots, ROWS) + triton.cdiv(chosen_slots, ROWS)
+    """How many blocks of rows a query of these widths has: the second axis of the scratch
+    tensors.
+    """
+    blocks: int = triton.cdiv(window_slots, ROWS) + triton.cdiv(chosen_slots, ROWS)
+    return blocks
 
 
 def attend(
@@ -143,20 +149,20 @@ def attend(
     """Rotate queries, attend over two lists of rows with a sink, rotate the result back.
 
     `q` bf16 [T, heads, D] unrotated; `cos`, `sin` fp32 [T, rotated / 2]; rows `window_index` int32
-    [T, W] of `window` bf16 [R, D] and rows `chosen` int32 [T, n] of `compressed` bf16 [M, D], -1 for
-    none (n may be 0); `sink` fp32 [heads]; `out` bf16 [T, heads, D], zeros where a query sees no row.
-    Scratch, fp32, with B = `attention_blocks(W, n)`: `partials` [T, B, heads, D], `greatest` and
-    `denominator` [T, B, heads].
+    [T, W] of `window` bf16 [R, D] and rows `chosen` int32 [T, n] of `compressed` bf16 [M, D], -1
+    for none (n may be 0); `sink` fp32 [heads]; `out` bf16 [T, heads, D], zeros where a query sees
+    no row. Scratch, fp32, with B = `attention_blocks(W, n)`: `partials` [T, B, heads, D],
+    `greatest` and `denominator` [T, B, heads].
     """
     tokens, heads, width = q.shape
     blocks = attention_blocks(window_index.shape[1], chosen.shape[1])
     padded = triton.next_power_of_2(width)
     rotated = 2 * cos.shape[1]
     _attend_block[(blocks, triton.cdiv(heads, HEADS), tokens)](
-        q, cos, sin, window, window_index, window_index.shape[1], compressed, chosen, chosen.shape[1],
-        partials, greatest, denominator, heads, blocks, triton.cdiv(window_index.shape[1], ROWS),
-        width**-0.5, D=width, ROTATED=rotated, BLOCK_D=padded, HEADS=HEADS, ROWS=ROWS,
-        num_warps=4, **PDL,
+        q, cos, sin, window, window_index, window_index.shape[1], compressed, chosen,
+        chosen.shape[1], partials, greatest, denominator, heads, blocks,
+        triton.cdiv(window_index.shape[1], ROWS), width**-0.5, D=width, ROTATED=rotated,
+        BLOCK_D=padded, HEADS=HEADS, ROWS=ROWS, num_warps=4, **PDL,
     )  # fmt: skip
     _combine[(heads, tokens)](
         partials, greatest, denominator, sink, cos, sin, out, heads, blocks,

@@ -1,7 +1,7 @@
 """The compressor's step for one token: its group's state, and the row and index key it completes.
 
-Owns what follows the compressor's products on the device. Whether the token completes a group depends
-on its position, which is read there, so one captured graph serves every position.
+Owns what follows the compressor's products on the device. Whether the token completes a group
+depends on its position, which is read there, so one captured graph serves every position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from compute.kernels.numeric import (
 
 
 @triton.jit
-def _pooled(shares, stride, state, member, column, mask, D: tl.constexpr, RATIO: tl.constexpr, SPLITS: tl.constexpr):
+def _pooled(
+    shares,
+    stride,
+    state,
+    member,
+    column,
+    mask,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """fp32 of bf16: the softmax-weighted sum of the group whose last member these shares are."""
     kv = sum_of_splits(shares, column, mask, stride, SPLITS)
     if RATIO == 1:
@@ -67,7 +77,7 @@ def _compress_step(
         tail = mask & (column >= D - ROTATED)
         p = _pooled(shares, stride, state, member, other, tail, D, RATIO, SPLITS)
         p = to_bf16(p * inverse * tl.load(weight + other, mask=tail, other=0.0).to(tl.float32))
-        turned = to_bf16(rotate_pairs(y, p, column, D - ROTATED, cos, sin))
+        turned = to_bf16(rotate_pairs(y, p, column, D - ROTATED, D, cos, sin))
         z = tl.reshape(round_trip_e2m1_kv(tl.reshape(turned, (BLOCK // 16, 16))), (BLOCK,))
         tl.store(rows + (at // RATIO) * D + column, as_bf16(z), mask=mask)
     else:

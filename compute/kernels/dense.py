@@ -2,11 +2,11 @@
 
 Owns the matrix-vector kernels of a decode step, which have one job: keep enough of the weights on
 their way. An fp8 program loads 16 bytes a thread straight into registers, one row a warp at a time,
-and sums with fp32 FMAs: no shared memory and no barrier stands between one load and the next, and 16
-neighbouring products share one tile scale. Weights wider than that (bf16) go through asynchronous
-copies and the tensor cores. Both products are exact, so only the order of additions is ours. Each
-token is a program of its own, neighbours sharing the weights through the L2: its bits do not depend
-on how many tokens share the launch.
+and sums with fp32 FMAs: no shared memory and no barrier stands between one load and the next, and
+16 neighbouring products share one tile scale. Weights wider than that (bf16) go through
+asynchronous copies and the tensor cores. Both products are exact, so only the order of additions is
+ours. Each token is a program of its own, neighbours sharing the weights through the L2: its bits do
+not depend on how many tokens share the launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from compute.kernels.numeric import (
     as_bf16,
     decode_e4m3,
     power_of_two,
-    prefetch_rows,
     release_next,
     round_trip_e4m3,
     swiglu,
@@ -41,7 +40,11 @@ class Tile(NamedTuple):
     rows: int
     depth: int
     warps: int
-    stages: int
+    stages: int = 1
+
+
+BF16_TILE = Tile(16, 128, 1, 4)
+GATE_UP_TILE = Tile(32, 1024, 16)
 
 
 @triton.jit
@@ -64,7 +67,9 @@ def _codes(weight, rows, inside, columns, end, K: tl.constexpr):
 
 @triton.jit
 def _scaled_sums(codes, token, tile_scales, k, end, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """fp32 [ROWS, DEPTH / 16]: products summed by 16 columns, which lie in one tile, times its scale."""
+    """fp32 [ROWS, DEPTH / 16]: products summed by 16 columns, which lie in one tile, times its
+    scale.
+    """
     products = tl.reshape(_decoded(codes) * token[None, :], (ROWS, DEPTH // 16, 16))
     block = k // 16 + tl.arange(0, DEPTH // 16)
     scale = power_of_two(tl.load(tile_scales + block // 2, mask=block * 16 < end, other=0))
@@ -76,7 +81,9 @@ def fp8_rows(
     x, weight, scale, rows, inside, start, end,
     K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [ROWS]: `rows` (all of one tile row) of an fp8 weight times one token, columns start..end."""
+    """fp32 [ROWS]: `rows` (all of one tile row) of an fp8 weight times one token, columns
+    start..end.
+    """
     tile_scales = scale + tl.program_id(1) * ROWS // 32 * (K // 32)
     acc = tl.zeros((ROWS, DEPTH // 16), tl.float32)
     for k in range(start, end, DEPTH):
@@ -100,7 +107,8 @@ def mix_streams(
     H: tl.constexpr,
     HC: tl.constexpr,
 ):
-    """Put sublayer output `y` (fp32 of bf16) back into one token's streams, in place, and collapse them.
+    """Put sublayer output `y` (fp32 of bf16) back into one token's streams, in place, and collapse
+    them.
 
     S'_j = bf16(post_j y + sum_i comb_ij S_i); collapsed = bf16(sum_j pre_j S'_j).
     """
@@ -126,14 +134,13 @@ BF16_OUT = tl.constexpr(0)
 PARTIAL_OUT = tl.constexpr(1)  # fp32, one share of K of several
 ROUNDED_OUT = tl.constexpr(2)  # bf16 on the quantization grid
 STREAMS_OUT = tl.constexpr(3)  # back into the residual streams
-PICKS_OUT = tl.constexpr(4)  # bf16, each routed expert by itself
 
 
 @triton.jit
 def _fp8_matvec(
     x, x_stride, weight, scale, out, row_count, share, streams, post, comb, pre,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     token, tokens = tl.program_id(0), tl.num_programs(0)
     first = tl.program_id(1) * ROWS
@@ -141,7 +148,6 @@ def _fp8_matvec(
     inside = rows < row_count
     start = tl.program_id(2) * share
     end = tl.minimum(start + share, K)
-    prefetch_rows(weight, rows, K, inside, start, end, LINES)
     wait_for_previous()
     x += token * x_stride + first // GROUP_ROWS * K
     acc = fp8_rows(x, weight, scale, rows, inside, start, end, K, ROWS, DEPTH)
@@ -162,12 +168,10 @@ def _fp8_matvec(
 @triton.jit
 def _fp8_gate_up(
     x, x_stride, gate, gate_scale, up, up_scale, out, row_count, limit,
-    K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
-    prefetch_rows(gate, rows, K, inside, 0, K, LINES)
-    prefetch_rows(up, rows, K, inside, 0, K, LINES)
     wait_for_previous()
     x += tl.program_id(0) * x_stride
     tile = tl.program_id(1) * ROWS // 32 * (K // 32)
@@ -190,17 +194,13 @@ def _fp8_gate_up(
 def _bf16_matvec(
     x, x_stride, weight, out, row_count, share,
     K: tl.constexpr, T: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-   
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
     start = tl.program_id(1) * share
     end = tl.minimum(start + share, K)
-    prefetch_rows(
-        weight.to(tl.pointer_type(tl.uint8)), rows, 2 * K, inside, 2 * start, 2 * end,
-        LINES,
-    )  # fmt: skip
     wait_for_previous()
     t = tl.arange(0, C)
     acc = tl.zeros((ROWS, C), tl.float32)
@@ -233,13 +233,28 @@ def _bf16_matvec(
         tl.store(out + at, as_bf16(acc), mask=mask)
 
 
+def fp8_tile(columns: int, splits: int = 1, round_trip: bool = False) -> Tile:
+    """The tile of an fp8 product, by its share of K: as much of each row in flight as fits.
+
+    Measured on an H200 (`docs/kernels.md`). Rounding needs a quantization group's 32 rows at hand.
+    """
+    if round_trip:
+        return Tile(32, 1024, 16)
+    share = triton.cdiv(columns, splits)
+    for depth in (2048, 1024):
+        if share % depth == 0:
+            return Tile(8, depth, 4)
+    return Tile(16, 512, 4)
+
+
 def _share(columns: int, splits: int, depth: int) -> int:
     """Columns of one split: all equal but the last, and whole rounds of the kernel's loop."""
-    return triton.cdiv(triton.cdiv(columns, splits), depth) * depth
+    rounds: int = triton.cdiv(triton.cdiv(columns, splits), depth)
+    return rounds * depth
 
 
 def _check_tokens(x: torch.Tensor) -> int:
-    tokens = x.shape[0]
+    tokens: int = x.shape[0]
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{tokens} tokens, a matrix-vector product takes 1 to {MOST_TOKENS}")
     return tokens
@@ -253,25 +268,26 @@ def fp8_matvec(
     *,
     groups: int = 1,
     round_trip: bool = False,
-    tile: Tile = Tile(32, 512, 8, 1),
-    lines: int = 4,
+    tile: Tile | None = None,
 ) -> None:
     """`out` = `x` times an fp8 weight, for up to 8 tokens.
 
     `x` bf16 [T, groups * K], rounded already where the model quantizes it; `weight` uint8 [N, K] of
     e4m3 codes and `scale` uint8 [ceil(N/32), ceil(K/32)]. Row block g of `groups` equal ones meets
-    columns g*K.. of `x`. `out` is bf16 [T, N] (with `round_trip` quantized and dequantized in groups
-    of 32), or fp32 [S, T, N]: the share of each of S splits of K, for the next kernel to add in order.
+    columns g*K.. of `x`. `out` is bf16 [T, N] (with `round_trip` quantized and dequantized in
+    groups of 32), or fp32 [S, T, N]: the share of each of S splits of K, for the next kernel to add
+    in order.
     """
     tokens, (rows, columns) = _check_tokens(x), weight.shape
     partial = out.dtype == torch.float32
     splits = out.shape[0] if partial else 1
+    tile = tile or fp8_tile(columns, splits, round_trip)
     _fp8_matvec[(tokens, triton.cdiv(rows, tile.rows), splits)](
         x, x.stride(0), weight, scale, out, rows, _share(columns, splits, tile.depth),
         out, out, out, out,
         K=columns, GROUP_ROWS=rows // groups,
         OUT=PARTIAL_OUT if partial else ROUNDED_OUT if round_trip else BF16_OUT, HC=4,
-        ROWS=tile.rows, DEPTH=tile.depth, LINES=lines, num_warps=tile.warps, **PDL,
+        ROWS=tile.rows, DEPTH=tile.depth, num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 
@@ -285,19 +301,20 @@ def fp8_matvec_to_streams(
     pre: torch.Tensor,
     collapsed: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 512, 8, 1),
-    lines: int = 4,
+    tile: Tile | None = None,
 ) -> None:
     """One token's sublayer output y = `x` times an fp8 weight, put back into the streams at once.
 
-    `x` bf16 [1, K]; `streams` bf16 [1, hc, N], changed in place to bf16(post_j y + sum_i comb_ij S_i);
-    `collapsed` bf16 [1, N] = bf16(sum_j pre_j S'_j). `post`, `pre` fp32 [1, hc], `comb` fp32 [1, hc, hc].
+    `x` bf16 [1, K]; `streams` bf16 [1, hc, N], changed in place to bf16(post_j y + sum_i comb_ij
+    S_i); `collapsed` bf16 [1, N] = bf16(sum_j pre_j S'_j). `post`, `pre` fp32 [1, hc], `comb` fp32
+    [1, hc, hc].
     """
     rows, columns = weight.shape
+    tile = tile or fp8_tile(columns)
     _fp8_matvec[(1, triton.cdiv(rows, tile.rows), 1)](
         x, x.stride(0), weight, scale, collapsed, rows, columns, streams, post, comb, pre,
         K=columns, GROUP_ROWS=rows, OUT=STREAMS_OUT, HC=streams.shape[1],
-        ROWS=tile.rows, DEPTH=tile.depth, LINES=lines, num_warps=tile.warps, **PDL,
+        ROWS=tile.rows, DEPTH=tile.depth, num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 
@@ -310,8 +327,7 @@ def fp8_gate_up(
     out: torch.Tensor,
     *,
     limit: float,
-    tile: Tile = Tile(32, 512, 8, 1),
-    lines: int = 4,
+    tile: Tile = GATE_UP_TILE,
 ) -> None:
     """The shared expert's gate, up, clamped SwiGLU and the rounding its down product takes.
 
@@ -320,7 +336,7 @@ def fp8_gate_up(
     tokens, (rows, columns) = _check_tokens(x), gate.shape
     _fp8_gate_up[(tokens, triton.cdiv(rows, tile.rows))](
         x, x.stride(0), gate, gate_scale, up, up_scale, out, rows, limit,
-        K=columns, ROWS=tile.rows, DEPTH=tile.depth, LINES=lines,
+        K=columns, ROWS=tile.rows, DEPTH=tile.depth,
         num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
@@ -330,10 +346,10 @@ def bf16_matvec(
     weight: torch.Tensor,
     out: torch.Tensor,
     *,
-    tile: Tile = Tile(32, 256, 2, 4),
-    lines: int = 4,
+    tile: Tile = BF16_TILE,
 ) -> None:
-    """`out` = bf16 `x` [T, K] times a bf16 `weight` [N, K], accumulated in fp32, for up to 8 tokens.
+    """`out` = bf16 `x` [T, K] times a bf16 `weight` [N, K], accumulated in fp32, for up to 8
+    tokens.
 
     `out` bf16 [T, N], or fp32 [S, T, N] as in `fp8_matvec` (S = 1 gives the unrounded product).
     """
@@ -343,6 +359,6 @@ def bf16_matvec(
     _bf16_matvec[(triton.cdiv(rows, tile.rows), splits)](
         x, x.stride(0), weight, out, rows, _share(columns, splits, tile.depth),
         K=columns, T=tokens, C=MOST_TOKENS, OUT=PARTIAL_OUT if partial else BF16_OUT,
-        ROWS=tile.rows, DEPTH=tile.depth, STAGES=tile.stages, LINES=lines,
+        ROWS=tile.rows, DEPTH=tile.depth, STAGES=tile.stages,
         num_warps=tile.warps, **PDL,
     )  # fmt: skip

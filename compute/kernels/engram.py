@@ -52,8 +52,8 @@ def engram_add(
 ) -> None:
     """Add the gated value to bf16 `streams` [T, hc, H] in place, and collapse them anew.
 
-    `key_value` bf16 [T, (hc + 1) * H]: a key a stream, then the value; `q_weight`, `k_weight` [hc, H];
-    `collapsed` bf16 [T, H] = bf16(sum_j pre_j S_j) with `pre` fp32 [T, hc].
+    `key_value` bf16 [T, (hc + 1) * H]: a key a stream, then the value; `q_weight`, `k_weight` [hc,
+    H]; `collapsed` bf16 [T, H] = bf16(sum_j pre_j S_j) with `pre` fp32 [T, hc].
     """
     tokens, hc, width = streams.shape
     block = triton.next_power_of_2(width)

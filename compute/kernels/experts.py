@@ -1,14 +1,14 @@
 """Routed experts straight from their packed fp4 bytes, wherever those lie.
 
-Owns the kernels of the routed experts. Both take a table of addresses, six a pick (gate, gate scale,
-up, up scale, down, down scale), each in device memory or in registered host memory: where an expert
-lies never chooses the arithmetic.
+Owns the kernels of the routed experts. Both take a table of addresses, six a pick (gate, gate
+scale, up, up scale, down, down scale), each in device memory or in registered host memory: where an
+expert lies never chooses the arithmetic.
 
 At 4 bits a weight the arithmetic is the bottleneck, not the bytes, so it is done in integers: twice
-an e2m1 value is a small integer, 512 times an e4m3 activation is one of 19 bits, held as three signed
-bytes (`Limbs`), and byte dot products add 4 columns an instruction. The sum over a scale's 32 columns
-is exact; only the additions of such sums round, along K in the order of the loop, over the picks in
-ascending expert id.
+an e2m1 value is a small integer, 512 times an e4m3 activation is one of 19 bits, held as three
+signed bytes (`Limbs`), and byte dot products add 4 columns an instruction. The sum over a scale's
+32 columns is exact; only the additions of such sums round, along K in the order of the loop, over
+the picks in ascending expert id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compute.kernels.dense import BF16_OUT, PICKS_OUT, STREAMS_OUT, Tile, mix_streams
+from compute.kernels.dense import Tile
 from compute.kernels.launching import PDL
 from compute.kernels.limbs import Limbs
 from compute.kernels.numeric import (
@@ -26,7 +26,6 @@ from compute.kernels.numeric import (
     power_of_two,
     release_next,
     swiglu,
-    to_bf16,
     wait_for_previous,
 )
 
@@ -34,6 +33,9 @@ from compute.kernels.numeric import (
 ADDRESSES = 6
 #: What every address must be a multiple of, in bytes.
 ALIGNMENT = 16
+
+GATE_UP_TILE = Tile(8, 128, 1)
+DOWN_TILE = Tile(16, 32, 1)
 
 
 @triton.jit
@@ -134,46 +136,26 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    limbs, limb_stride, sums, scales, table, shared, out, row_count,
-    streams, post, comb, pre, picks_per_token,
-    K: tl.constexpr, PICKS: tl.constexpr, OUT: tl.constexpr, HC: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
+    limbs, limb_stride, sums, scales, table, out, row_count,
+    K: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous()
-    first = tl.program_id(1) * PICKS
+    pick = tl.program_id(1)
+    limbs += pick * K
+    sums += pick * (K // 32)
+    scales += pick * (K // 32)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < row_count
-    ROUNDS: tl.constexpr = (K // 8 + WORDS - 1) // WORDS
+    down, down_scale = tl.load(table + pick * 6 + 4), tl.load(table + pick * 6 + 5)
+    zero = (down >> 62).to(tl.int32)  # no address is that high
     acc = tl.zeros((ROWS, WORDS // 4), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    zero = (tl.load(table + first * 6 + 4) >> 62).to(tl.int32)  # no address is that high
-    for step in range(0, PICKS * ROUNDS):
-        pick, word = first + step // ROUNDS, step % ROUNDS * WORDS
-        words = _words(
-            tl.load(table + pick * 6 + 4), rows, inside, word + tl.arange(0, WORDS), K // 8
-        )
-        row_scale = _row_scales(tl.load(table + pick * 6 + 5), rows, inside, word, K, WORDS)
-        vector = _token(
-            limbs + pick * K, limb_stride, sums + pick * (K // 32), scales + pick * (K // 32),
-            word, K, WORDS,
-        )  # fmt: skip
+    for word in range(0, K // 8, WORDS):
+        words = _words(down, rows, inside, word + tl.arange(0, WORDS), K // 8)
+        row_scale = _row_scales(down_scale, rows, inside, word, K, WORDS)
+        vector = _token(limbs, limb_stride, sums, scales, word, K, WORDS)
         acc += _scaled_sums(words, row_scale, vector, zero, ROWS, WORDS)
-        if step % ROUNDS == ROUNDS - 1:
-            total += to_bf16(tl.sum(acc, axis=1))
-            acc = tl.zeros((ROWS, WORDS // 4), tl.float32)
     release_next()
-    if OUT == PICKS_OUT:  # one pick a program, summed by the kernel that follows
-        tl.store(out + first * row_count + rows, as_bf16(total), mask=inside)
-    else:
-        token = first // picks_per_token
-        shared_at = shared + token * row_count + rows
-        total += tl.load(shared_at, mask=inside, other=0.0).to(tl.float32)
-        if OUT == STREAMS_OUT:
-            mix_streams(
-                to_bf16(total), rows, inside, streams, post, comb, pre, out, row_count, HC
-            )
-        else:
-            tl.store(out + token * row_count + rows, as_bf16(total), mask=inside)
+    tl.store(out + pick * row_count + rows, as_bf16(tl.sum(acc, axis=1)), mask=inside)
 
 
 def experts_gate_up(
@@ -183,12 +165,12 @@ def experts_gate_up(
     out: torch.Tensor,
     *,
     limit: float,
-    tile: Tile = Tile(4, 128, 1, 1),
+    tile: Tile = GATE_UP_TILE,
 ) -> None:
     """Each pick's gate, up, clamped SwiGLU and routing weight.
 
-    `x` of T vectors, `table` int64 [T * k, 6] addresses, `weights` fp32 [T, k]; `out` bf16 [T * k, I]
-    = bf16(weight * silu(gate) * up), for `quantize`. `tile.depth` counts 32-bit words of a row.
+    `x` of T vectors, `table` int64 [T * k, 6] addresses, `weights` fp32 [T, k]; `out` bf16 [T * k,
+    I] = bf16(weight * silu(gate) * up), for `quantize`. `tile.depth` counts 32-bit words of a row.
     """
     tokens, (picks, rows) = x.sums.shape[0], out.shape
     _gate_up[(triton.cdiv(rows, tile.rows), picks)](
@@ -198,59 +180,16 @@ def experts_gate_up(
     )  # fmt: skip
 
 
-def _launch_down(
-    a: Limbs, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, mode: tl.constexpr,
-    tokens: int, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, pre: torch.Tensor,
-    tile: Tile,
-) -> None:  # fmt: skip
-    picks, columns = a.sums.shape[0], a.sums.shape[1] * 32
-    rows = out.shape[-1]
-    each = 1 if mode == PICKS_OUT else picks // tokens
-    _down[(triton.cdiv(rows, tile.rows), picks // each)](
-        a.bytes, a.bytes.stride(0), a.sums, a.scales, table, shared, out, rows,
-        streams, post, comb, pre, picks // tokens,
-        K=columns, PICKS=each, OUT=mode, HC=4,
-        ROWS=tile.rows, WORDS=tile.depth, num_warps=tile.warps, **PDL,
-    )  # fmt: skip
-
-
 def experts_down(
-    a: Limbs,
-    table: torch.Tensor,
-    shared: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    tile: Tile = Tile(8, 32, 1, 1),
+    a: Limbs, table: torch.Tensor, out: torch.Tensor, *, tile: Tile = DOWN_TILE
 ) -> None:
-    """`out` bf16 [T, H] = bf16(sum over picks of bf16(down a_pick), in the table's order, + shared).
+    """`out` bf16 [T, k, H]: each pick's bf16(down a_pick), for `post` to add in the table's order.
 
-    `a` of T * k vectors, `experts_gate_up`'s quantized; `shared` bf16 [T, H], the shared expert's output.
+    `a` of T * k vectors, `experts_gate_up`'s quantized. Every pick by itself because six times the
+    programs keep six times the bytes on their way.
     """
-    _launch_down(a, table, shared, out, BF16_OUT, out.shape[0], out, out, out, out, tile)
-
-
-def experts_down_each(
-    a: Limbs,
-    table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    tile: Tile = Tile(8, 32, 1, 1),
-) -> None:
-    """`out` bf16 [T, k, H]: every pick's bf16(down a_pick) by itself, for `post` to add in order."""
-    _launch_down(a, table, out, out, PICKS_OUT, out.shape[0], out, out, out, out, tile)
-
-
-def experts_down_to_streams(
-    a: Limbs,
-    table: torch.Tensor,
-    shared: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    pre: torch.Tensor,
-    collapsed: torch.Tensor,
-    *,
-    tile: Tile = Tile(8, 32, 1, 1),
-) -> None:
-    """`experts_down` of one token, put back into the streams at once as `fp8_matvec_to_streams` does."""
-    _launch_down(a, table, shared, collapsed, STREAMS_OUT, 1, streams, post, comb, pre, tile)
+    picks, columns, rows = a.sums.shape[0], a.sums.shape[1] * 32, out.shape[-1]
+    _down[(triton.cdiv(rows, tile.rows), picks)](
+        a.bytes, a.bytes.stride(0), a.sums, a.scales, table, out, rows,
+        K=columns, ROWS=tile.rows, WORDS=tile.depth, num_warps=tile.warps, **PDL,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """The residual highway: mixes of the streams, and putting a sublayer's output back.
 
-Owns three kernels: the dot of the flattened streams with the mixing matrix (split along its length),
-the Sinkhorn finish of its 24 sums, and the standalone put-back with the collapse that the next
-sublayer reads (one-token products do that in their own last lines, with the same `mix_streams`).
-The collapse uses the mix made one sublayer earlier, so it needs no finish of this one.
+Owns three kernels: the dot of the flattened streams with the mixing matrix (split along its
+length), the Sinkhorn finish of its 24 sums, and the standalone put-back with the collapse that the
+next sublayer reads (one-token products do that in their own last lines, with the same
+`mix_streams`). The collapse uses the mix made one sublayer earlier, so it needs no finish of this
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ SUMS = 32
 
 def mix_splits(width: int) -> int:
     """How many slices the dot of `width` flattened stream columns has: rows of its `sums`."""
-    return triton.cdiv(width, SLICE)
+    splits: int = triton.cdiv(width, SLICE)
+    return splits
 
 
 @triton.jit
@@ -76,7 +78,8 @@ def _mix_finish(
     m = m * inverse * tl.load(scale + 1) + tl.load(base + HC + i)
     tl.store(post + token * HC + i, 2.0 * sigmoid(m))
     c = tl.sum(
-        tl.load(rows[:, None, None] + entry[None, :, :], mask=there[:, None, None], other=0.0), axis=0
+        tl.load(rows[:, None, None] + entry[None, :, :], mask=there[:, None, None], other=0.0),
+        axis=0,
     )
     c = c * inverse * tl.load(scale + 2) + tl.load(base + entry)
     c = tl.exp(c - tl.max(c, axis=1)[:, None])
@@ -113,7 +116,8 @@ def _post(
 def mix_dot(streams: torch.Tensor, matrix: torch.Tensor, sums: torch.Tensor) -> None:
     """Shares of the mixing sums of bf16 `streams` [T, hc, H] with fp32 `matrix` [(2+hc)hc, hc*H].
 
-    `sums` fp32 [mix_splits(hc*H), T, 32]: per slice the (2+hc)hc dots, then the slice's sum of squares.
+    `sums` fp32 [mix_splits(hc*H), T, 32]: per slice the (2+hc)hc dots, then the slice's sum of
+    squares.
     """
     tokens, width = streams.shape[0], matrix.shape[1]
     _mix_dot[(mix_splits(width), triton.cdiv(tokens, TOKENS))](
@@ -156,7 +160,8 @@ def post(
     pre: torch.Tensor,
     collapsed: torch.Tensor,
 ) -> None:
-    """Add bf16 `parts` [T, P, H] in order, then `extra` [T, H], and put the sum back into the streams.
+    """Add bf16 `parts` [T, P, H] in order, then `extra` [T, H], and put the sum back into the
+    streams.
 
     y = bf16(sum); `streams` bf16 [T, hc, H] become bf16(post_j y + sum_i comb_ij S_i) in place;
     `collapsed` bf16 [T, H] = bf16(sum_j pre_j S'_j).
@@ -164,6 +169,6 @@ def post(
     tokens, count, width = parts.shape
     block = 256
     _post[(triton.cdiv(width, block), tokens)](
-        parts, extra if extra is not None else parts, streams, post_mix, comb, pre, collapsed, width,
-        PARTS=count, EXTRA=extra is not None, HC=streams.shape[1], BLOCK=block, num_warps=2, **PDL,
-    )  # fmt: skip
+        parts, extra if extra is not None else parts, streams, post_mix, comb, pre, collapsed,
+        width, PARTS=count, EXTRA=extra is not None, HC=streams.shape[1], BLOCK=block, num_warps=2,
+        **PDL, )  # fmt: skip

@@ -1,9 +1,9 @@
 """The indexer on the device: queries, scores, the rows a query reads, and the candidate blocks.
 
 Owns scoring and the exact top-k. A score is bf16, so its order fits 16 bits: one program finds the
-k-th greatest with two histograms of 8 bits and then collects what lies above it, in position order; of
-equal scores at the cut the oldest win. Loops end at the rows a query sees, read on the device, so the
-cost follows the context and one captured graph serves all of it.
+k-th greatest with two histograms of 8 bits and then collects what lies above it, in position order;
+of equal scores at the cut the oldest win. Loops end at the rows a query sees, read on the device,
+so the cost follows the context and one captured graph serves all of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _index_queries(
     tail = mask & (column >= D - ROTATED)
     p = tl.load(q + at + (column ^ 1), mask=tail, other=0.0).to(tl.float32)
     angle = token * (ROTATED // 2)
-    y = to_bf16(rotate_pairs(x, p, column, D - ROTATED, cos + angle, sin + angle))
+    y = to_bf16(rotate_pairs(x, p, column, D - ROTATED, D, cos + angle, sin + angle))
     z = tl.reshape(round_trip_e2m1_index(tl.reshape(y, (BLOCK // 32, 32))), (BLOCK,))
     tl.store(queries + at + column, as_bf16(z), mask=mask)
     w = tl.load(raw + token * heads + head).to(tl.float32) * scale
@@ -107,7 +107,9 @@ def _ordered(scores, item, count, seen, newest, GROUP: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _cut(histogram, wanted):
-    """(digit, how many lie above it): the greatest digit with at least `wanted` at it or above, or 0."""
+    """(digit, how many lie above it): the greatest digit with at least `wanted` at it or above, or
+    0.
+    """
     digit = tl.arange(0, 256)
     above = tl.cumsum(histogram, axis=0, reverse=True)
     chosen = tl.max(tl.where(above >= wanted, digit, 0), axis=0)
@@ -190,7 +192,8 @@ def index_scores(
     *,
     block_size: int,
 ) -> None:
-    """bf16 `scores` [T, M] of the first `visible` (int32 [T]) of `keys` bf16 [M, d]; the rest unwritten.
+    """bf16 `scores` [T, M] of the first `visible` (int32 [T]) of `keys` bf16 [M, d]; the rest
+    unwritten.
 
     sum over heads of relu(q . k) w, each step rounded to bf16. `allowed` uint8 [T, ceil(M /
     block_size)] or None: rows of blocks that are 0 there score -inf.
@@ -240,4 +243,5 @@ def choose_blocks(
 
 
 def _block(items: int) -> int:
-    return max(32, min(4096, triton.next_power_of_2(items)))
+    fitting: int = triton.next_power_of_2(items)
+    return max(32, min(4096, fitting))

@@ -1,7 +1,8 @@
 """How kernels are launched: as dependents of the one before, and over which grid.
 
 Owns the one switch of dependent launches. They hide a kernel's launch and first weight loads behind
-the end of the kernel before it (compute capability 9 and later); what a kernel sees does not change.
+the end of the kernel before it (compute capability 9 and later); what a kernel sees does not
+change.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from compute.kernels.numeric import quantize_e4m3, split_limbs
 class Limbs(NamedTuple):
     """Vectors quantized to e4m3, as the integer products of fp4 weights take them.
 
-    `bytes` int8 [3, n, 2, K/2]: 512 * code = bytes[0] + 256 * bytes[1] + 65536 * bytes[2]; the halves
-    hold the first and the last four of every eight columns, as one 32-bit word of codes meets them.
-    `sums` int32 [n, K/32] of 512 * code over each group; `scales` fp32 [n, K/32], powers of two.
+    `bytes` int8 [3, n, 2, K/2]: 512 * code = bytes[0] + 256 * bytes[1] + 65536 * bytes[2]; the
+    halves hold the first and the last four of every eight columns, as one 32-bit word of codes
+    meets them. `sums` int32 [n, K/32] of 512 * code over each group; `scales` fp32 [n, K/32],
+    powers of two.
     """
 
     bytes: torch.Tensor

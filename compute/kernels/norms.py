@@ -1,8 +1,8 @@
 """Normalization between the products of a decode step, with the rounding the next product takes.
 
-Owns the two small kernels that stand between matrix-vector products: the norm in front of a sublayer,
-and what follows the query and key-value down projections (norms, rotation, rounding, the window row).
-One program a vector.
+Owns the two small kernels that stand between matrix-vector products: the norm in front of a
+sublayer, and what follows the query and key-value down projections (norms, rotation, rounding, the
+window row). One program a vector.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def sum_of_splits(partials, at, mask, stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def rotate_pairs(x, partner, column, kept, cos, sin):
-    """fp32 `x` at `column` turned with its `partner` (the other of its pair) from `kept` on."""
+def rotate_pairs(x, partner, column, kept, end, cos, sin):
+    """fp32 `x` at `column` turned with its `partner` (the other of its pair) in kept..end."""
     pair = (column - kept) // 2
-    c = tl.load(cos + pair, mask=column >= kept, other=1.0)
-    s = tl.load(sin + pair, mask=column >= kept, other=0.0)
+    # Bounded on both sides: a vector is padded to a power of two, the angles are not.
+    turned = (column >= kept) & (column < end)
+    c = tl.load(cos + pair, mask=turned, other=1.0)
+    s = tl.load(sin + pair, mask=turned, other=0.0)
     return x * c + tl.where(column % 2 == 0, -s, s) * partner
 
 
@@ -89,7 +91,9 @@ def _quantize(
 
 
 @triton.jit
-def _finish_query(partials, stride, weight, query, eps, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _finish_query(
+    partials, stride, weight, query, eps, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
     column = tl.arange(0, BLOCK)
     mask = column < D
     v = to_bf16(sum_of_splits(partials, column, mask, stride, SPLITS))
@@ -114,7 +118,7 @@ def norm_and_rotate(
     other = column ^ 1
     p = to_bf16(sum_of_splits(partials, other, tail, stride, SPLITS))
     p = to_bf16(p * inverse * tl.load(weight + other, mask=tail, other=0.0).to(tl.float32))
-    return y, to_bf16(rotate_pairs(y, p, column, D - ROTATED, cos, sin))
+    return y, to_bf16(rotate_pairs(y, p, column, D - ROTATED, D, cos, sin))
 
 
 @triton.jit
@@ -158,7 +162,8 @@ def rms_norm(
     *,
     eps: float,
 ) -> None:
-    """bf16(weight * x / sqrt(mean(x^2) + eps)) of bf16 `x` [T, D], as the products after it take it.
+    """bf16(weight * x / sqrt(mean(x^2) + eps)) of bf16 `x` [T, D], as the products after it take
+    it.
 
     `normed` takes it as it is, `rounded` quantized and dequantized (each bf16 [T, D]), `limbs`
     quantized for fp4 products; any may be None.
@@ -169,8 +174,8 @@ def rms_norm(
         x, weight, normed if normed is not None else x, rounded if rounded is not None else x,
         limbs.bytes if limbs else x, limbs.bytes.stride(0) if limbs else 0,
         limbs.sums if limbs else x, limbs.scales if limbs else x, width, eps,
-        BLOCK=block, NORMED=normed is not None, ROUNDED=rounded is not None, LIMBS=limbs is not None,
-        num_warps=max(1, min(16, block // 512)), **PDL,
+        BLOCK=block, NORMED=normed is not None, ROUNDED=rounded is not None, LIMBS=limbs is not
+        None, num_warps=max(1, min(16, block // 512)), **PDL,
     )  # fmt: skip
 
 
@@ -200,9 +205,10 @@ def finish_query_kv(
 ) -> None:
     """From the down projections' shares to the rounded query latent and the window's new rows.
 
-    `partials` fp32 [S, T, q_lora_rank + head_dim]; `cos`, `sin` fp32 [T, rotated / 2] of the tokens'
-    positions; `query` bf16 [T, q_lora_rank] = round trip of its rms norm; row `slots[t]` (int32 [T])
-    of `rows` bf16 [R, head_dim] = fp8 round trip of the normed, rotated key-value vector.
+    `partials` fp32 [S, T, q_lora_rank + head_dim]; `cos`, `sin` fp32 [T, rotated / 2] of the
+    tokens' positions; `query` bf16 [T, q_lora_rank] = round trip of its rms norm; row `slots[t]`
+    (int32 [T]) of `rows` bf16 [R, head_dim] = fp8 round trip of the normed, rotated key-value
+    vector.
     """
     splits, tokens, width = partials.shape
     head_dim = rows.shape[1]

@@ -1,7 +1,9 @@
-"""Device functions the kernels share: number formats, roundings, and the gates' transcendental functions.
+"""Device functions the kernels share: number formats, roundings, and the gates' transcendental
+functions.
 
-Owns nothing but arithmetic. Every function here runs the same in Triton's interpreter (numpy) and on
-a GPU; where an instruction has no interpreter (`PORTABLE`), its plain form does the same arithmetic.
+Owns nothing but arithmetic. Every function here runs the same in Triton's interpreter (numpy) and
+on a GPU; where an instruction has no interpreter (`PORTABLE`), its plain form does the same
+arithmetic.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: True in Triton's interpreter, which has no inline assembly, no dependent launch, and a wrong bf16 `tl.dot`.
+#: True in Triton's interpreter, which has no inline assembly, no dependent launch, and a wrong bf16
+#: `tl.dot`.
 PORTABLE = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def wait_for_previous():
-    """Block until the kernel before this one has finished; a no-op unless launched as its dependent.
+    """Block until the kernel before this one has finished; a no-op unless launched as its
+    dependent.
 
     Every kernel calls this before it reads what an earlier one wrote and before it writes anything,
     so that a dependent launch changes when a kernel starts and never what it sees. What may come
@@ -165,7 +169,8 @@ def decode_e4m3(codes):
 
 @triton.jit
 def split_limbs(code):
-    """int32 (low, middle, high) signed bytes of fp32 e4m3 values: low + 256 middle + 65536 high = 512 x.
+    """int32 (low, middle, high) signed bytes of fp32 e4m3 values: low + 256 middle + 65536 high =
+    512 x.
 
     512 is what makes every e4m3 value an integer, at most 229,376 in size.
     """
@@ -204,7 +209,8 @@ def _dot_eight_portable(word, x0, x1, y0, y1, z0, z1):
 
 @triton.jit
 def dot_eight(word, x0, x1, y0, y1, z0, z1, zero):
-    """int32 sum over the eight e2m1 codes of `word` of (16 + twice the code's value) * 512 x, exact.
+    """int32 sum over the eight e2m1 codes of `word` of (16 + twice the code's value) * 512 x,
+    exact.
 
     x as bytes of three limbs (x, y, z), four columns a word. A byte permute looks four codes up at
     once in a table of eight magnitudes; another of the same selectors, whose fourth bit is the
@@ -244,32 +250,18 @@ def dot_eight(word, x0, x1, y0, y1, z0, z1, zero):
             """,
             constraints="=r,r,r,r,r,r,r,r,r,r,r",
             args=[
-                word, x0, x1, y0, y1, z0, z1,
-                zero + 0x13121110, zero + 0x0D0E0F10, zero ^ -0x7F7F7F80,
+                word,
+                x0,
+                x1,
+                y0,
+                y1,
+                z0,
+                z1,
+                zero + 0x13121110,
+                zero + 0x0D0E0F10,
+                zero ^ -0x7F7F7F80,
             ],
             dtype=tl.int32,
             is_pure=True,
-            pack=1,
-        )
-
-
-@triton.jit
-def prefetch_rows(base, rows, row_bytes, inside, start, end, LINES: tl.constexpr):
-    """Ask for the first LINES cache lines of each row from byte `start` on; L2 only, nothing waits.
-
-    Called before `wait_for_previous`, so that weights stream in while the kernel before still runs.
-    """
-    if not PORTABLE and LINES > 0:
-        at = start + tl.arange(0, LINES) * 128
-        # Past the end: the row's first byte again, which is on its way already.
-        at = tl.where(at < end, at, start)
-        row = tl.where(inside, rows, 0).to(tl.int64)
-        pointers = base + row[:, None] * row_bytes + at[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
             pack=1,
         )

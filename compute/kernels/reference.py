@@ -1,22 +1,26 @@
 """Every kernel's arithmetic in plain torch, with the signature of its Triton form.
 
-Owns the meaning of the kernels: they are tested against this module, and on a CPU it stands in for
-them. Products accumulate in `PRODUCT`; set to float64 it gives the truth that errors are stated
+Owns the meaning of the kernels, and writes nothing down twice: what `compute.layers` computes as a
+function is called here. Kernels are tested against this module, and on a CPU it stands in for them.
+Products accumulate in `PRODUCT`; set to float64 it gives the truth that errors are stated
 against. Scratch arguments are accepted and left alone.
 """
 
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from compute import formats
 from compute.kernels.limbs import Limbs
-from compute.layers import indexer
+from compute.layers import compressor, engram, hyper_connections, indexer, moe
 from compute.layers.norm import rms_norm as normalize
 from compute.rope import Rotation, rotate_tail
+from compute.weights import EngramWeights
 
 #: What matrix products are formed in.
 PRODUCT = torch.float32
@@ -45,10 +49,9 @@ def _into_streams(
     pre: torch.Tensor,
     collapsed: torch.Tensor,
 ) -> None:
-    mixed = torch.einsum("tij,tih->tjh", comb, streams.float())
-    mixed += post_mix.unsqueeze(-1) * y.to(torch.bfloat16).float().unsqueeze(1)
-    streams.copy_(mixed)
-    collapsed.copy_((pre.unsqueeze(-1) * streams.float()).sum(1))
+    by = hyper_connections.Mixes(pre, post_mix, comb)
+    streams.copy_(hyper_connections.write_back(y.to(torch.bfloat16), streams, by))
+    collapsed.copy_(hyper_connections.collapse(streams, pre))
 
 
 def _splits(out: torch.Tensor) -> torch.Tensor:
@@ -87,8 +90,7 @@ def fp8_matvec_to_streams(
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    gate = gate.to(torch.bfloat16).float().clamp_max(limit)
-    return F.silu(gate) * up.to(torch.bfloat16).float().clamp(-limit, limit)
+    return moe.swiglu(gate.to(torch.bfloat16), up.to(torch.bfloat16), limit)
 
 
 def fp8_gate_up(
@@ -112,9 +114,9 @@ def bf16_matvec(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 def _bytes_at(address: int, *shape: int) -> torch.Tensor:
     size = torch.Size(shape).numel()
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8).view(
-        shape
-    )
+    held = (ctypes.c_uint8 * size).from_address(address)
+    flat: torch.Tensor = torch.frombuffer(held, dtype=torch.uint8)
+    return flat.view(shape)
 
 
 def _fp4_at(code_address: int, scale_address: int, rows: int, columns: int) -> torch.Tensor:
@@ -141,7 +143,8 @@ def values_of(limbs: Limbs) -> torch.Tensor:
     low, middle, high = limbs.bytes.int()
     halves = low + 256 * middle + 65536 * high
     whole = halves.unflatten(-1, (-1, 4)).transpose(-3, -2).flatten(-3).unflatten(-1, (-1, 32))
-    return (whole / 512 * limbs.scales.unsqueeze(-1)).flatten(-2)
+    values: torch.Tensor = whole / 512 * limbs.scales.unsqueeze(-1)
+    return values.flatten(-2)
 
 
 def experts_gate_up(
@@ -161,7 +164,7 @@ def experts_gate_up(
         out[pick] = weights.flatten()[pick] * _swiglu(gate, up, limit)
 
 
-def experts_down_each(a: Limbs, table: torch.Tensor, out: torch.Tensor) -> None:
+def experts_down(a: Limbs, table: torch.Tensor, out: torch.Tensor) -> None:
     values = values_of(a)
     rows, columns = out.shape[-1], values.shape[1]
     for pick, addresses in enumerate(table.tolist()):
@@ -169,37 +172,11 @@ def experts_down_each(a: Limbs, table: torch.Tensor, out: torch.Tensor) -> None:
         out.view(-1, rows)[pick] = _product(values[pick], weight)
 
 
-def experts_down(
-    a: Limbs, table: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
-) -> None:
-    out.copy_(_sum_of_picks(a, table, shared))
-
-
-def _sum_of_picks(a: Limbs, table: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    tokens, rows = shared.shape
-    each = shared.new_empty(tokens, a.sums.shape[0] // tokens, rows)
-    experts_down_each(a, table, each)
-    return _in_order(each, shared)
-
-
 def _in_order(parts: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
     total = parts[:, 0].float()
     for part in range(1, parts.shape[1]):
         total = total + parts[:, part].float()
     return total if extra is None else total + extra.float()
-
-
-def experts_down_to_streams(
-    a: Limbs,
-    table: torch.Tensor,
-    shared: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    pre: torch.Tensor,
-    collapsed: torch.Tensor,
-) -> None:
-    _into_streams(_sum_of_picks(a, table, shared), streams, post, comb, pre, collapsed)
 
 
 def rms_norm(
@@ -265,17 +242,11 @@ def mix_finish(
     norm_eps: float,
     eps: float,
 ) -> None:
-    tokens, hc = pre.shape
-    total, mixes = sums.sum(0), (2 + hc) * hc
+    total, mixes = sums.sum(0), base.shape[0]
     m = total[:, :mixes] * torch.rsqrt(total[:, mixes : mixes + 1] / width + norm_eps)
-    pre.copy_(torch.sigmoid(m[:, :hc] * scale[0] + base[:hc]) + eps)
-    post.copy_(2 * torch.sigmoid(m[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc]))
-    c = (m[:, 2 * hc :] * scale[2] + base[2 * hc :]).view(tokens, hc, hc).softmax(-1) + eps
-    c = c / (c.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        c = c / (c.sum(-1, keepdim=True) + eps)
-        c = c / (c.sum(-2, keepdim=True) + eps)
-    comb.copy_(c)
+    made = hyper_connections.split_mixes(m, scale, base, eps, iterations)
+    for into, value in zip((pre, post, comb), made, strict=True):
+        into.copy_(value)
 
 
 def post(
@@ -322,8 +293,10 @@ def attend(
     greatest: torch.Tensor,
     denominator: torch.Tensor,
 ) -> None:
-    """Blocks of 64 as in the kernel, each rounding its probabilities relative to its own greatest."""
-    rotation, (tokens, heads, width) = Rotation(cos, sin), q.shape
+    """Blocks of 64 as in the kernel, each rounding its probabilities relative to its own
+    greatest.
+    """
+    rotation, width = Rotation(cos, sin), q.shape[-1]
     query = rotate_tail(q, rotation).to(PRODUCT)
     tops, totals, values = [], [], []
     for source, index in ((window, window_index), (compressed, chosen)):
@@ -360,16 +333,11 @@ def engram_add(
     *,
     eps: float,
 ) -> None:
-    hc, width = streams.shape[1:]
-    key = key_value[:, : hc * width].unflatten(-1, (hc, width)).float()
-    value = key_value[:, None, hc * width :].float()
-    query = streams.float()
-    agreement = (query * (q_weight.float() * k_weight.float()) * key).sum(-1)
-    agreement *= torch.rsqrt(query.square().mean(-1) + eps)
-    agreement *= torch.rsqrt(key.square().mean(-1) + eps) * width**-0.5
-    gate = torch.sigmoid(agreement.sign() * agreement.abs().clamp_min(1e-6).sqrt())
-    streams.copy_(query + gate.unsqueeze(-1) * value)
-    collapsed.copy_((pre.unsqueeze(-1) * streams.float()).sum(1))
+    weights = cast(
+        EngramWeights, SimpleNamespace(q_weight=q_weight.float(), k_weight=k_weight.float())
+    )
+    streams.copy_(engram.engram_add(streams, key_value, weights, eps))
+    collapsed.copy_(hyper_connections.collapse(streams, pre))
 
 
 def compress_step(
@@ -391,10 +359,10 @@ def compress_step(
     if ratio > 1:
         state[1, at % ratio] = sums[width:]
     if at % ratio == ratio - 1:
-        pooled = (state[0] * state[1].softmax(0)).sum(0) if ratio > 1 else state[0, 0]
-        y = normalize(pooled.to(torch.bfloat16).unsqueeze(0), weight.float(), eps)
+        pooled = compressor.pool_groups(state[0], state[1], ratio) if ratio > 1 else state[0]
+        y = normalize(pooled.to(torch.bfloat16), weight.float(), eps)
         latent.copy_(y)
-        rows[at // ratio] = formats.round_trip_fp4_kv(rotate_tail(y, Rotation(cos, sin)))[0]
+        rows[at // ratio] = compressor.compressed_rows(y, Rotation(cos, sin))[0]
 
 
 def index_key_step(

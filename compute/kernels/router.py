@@ -50,7 +50,8 @@ def route(
     scaling: float,
     temperature: float = 1.0,
 ) -> None:
-    """Pick experts by sqrt(softplus(logits / temperature)) + bias, and weigh them by the score alone.
+    """Pick experts by sqrt(softplus(logits / temperature)) + bias, and weigh them by the score
+    alone.
 
     `logits` fp32 [S, T, E], the gate product's shares; `bias` fp32 [E]; `ids` int32 and `weights`
     fp32 [T, k]: the k best, of equals the lowest id, in ascending id; weights divided by (their sum

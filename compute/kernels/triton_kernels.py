@@ -6,12 +6,7 @@ from compute.kernels.attention import attend
 from compute.kernels.compressor import compress_step, index_key_step
 from compute.kernels.dense import bf16_matvec, fp8_gate_up, fp8_matvec, fp8_matvec_to_streams
 from compute.kernels.engram import engram_add
-from compute.kernels.experts import (
-    experts_down,
-    experts_down_each,
-    experts_down_to_streams,
-    experts_gate_up,
-)
+from compute.kernels.experts import experts_down, experts_gate_up
 from compute.kernels.hyper_connections import mix_dot, mix_finish, post
 from compute.kernels.indexer import (
     choose_blocks,
@@ -30,8 +25,6 @@ __all__ = [
     "compress_step",
     "engram_add",
     "experts_down",
-    "experts_down_each",
-    "experts_down_to_streams",
     "experts_gate_up",
     "finish_query_kv",
     "fp8_gate_up",

@@ -70,10 +70,11 @@ def run_both(
     options: dict[str, Any] | None = None,
     **common: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """The CPU `arguments` after `kernel` ran on copies of them on DEVICE, and after `reference` did.
+    """The CPU `arguments` after `kernel` ran on copies of them on DEVICE, and after `reference`
+    did.
 
-    `reference_arguments` replaces arguments by position for the reference (address tables), `options`
-    go to the kernel only (tile shapes).
+    `reference_arguments` replaces arguments by position for the reference (address tables),
+    `options` go to the kernel only (tile shapes).
     """
     got = [_moved(argument, DEVICE) for argument in arguments]
     kernel(*got, **common, **(options or {}))

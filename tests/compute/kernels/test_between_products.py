@@ -64,8 +64,8 @@ def test_query_latent_and_window_row_match(
     got, want = run_both(
         norms.finish_query_kv, reference.finish_query_kv,
         torch.randn(splits, tokens, latent + head_dim), torch.rand(latent), torch.rand(head_dim),
-        turn.cos, turn.sin, slots, poisoned(tokens, latent), torch.zeros(tokens + 3, head_dim).bfloat16(),
-        eps=1e-20,
+        turn.cos, turn.sin, slots, poisoned(tokens, latent), torch.zeros(tokens + 3,
+        head_dim).bfloat16(), eps=1e-20,
     )  # fmt: skip
     assert_same_grid(got[6], want[6])
     assert_same_grid(got[7], want[7])
@@ -94,10 +94,10 @@ def test_sinkhorn_finish_matches_the_recorded_units(case: int) -> None:
 def test_mixes_of_streams_match(tokens: int, width: int) -> None:
     streams = torch.randn(tokens, 4, width).to(torch.bfloat16)
     matrix = torch.randn(24, 4 * width) / (4 * width) ** 0.5
-    sums = poisoned(hyper_connections.mix_splits(4 * width), tokens, hyper_connections.SUMS, dtype=FP32)
-    got, want = run_both(
-        hyper_connections.mix_dot, reference.mix_dot, streams, matrix, sums
+    sums = poisoned(
+        hyper_connections.mix_splits(4 * width), tokens, hyper_connections.SUMS, dtype=FP32
     )
+    got, want = run_both(hyper_connections.mix_dot, reference.mix_dot, streams, matrix, sums)
     total = got[2].double().sum(0)[:, :25]
     assert_close(total, want[2].double().sum(0)[:, :25], 1e-6)
     shape = [poisoned(tokens, *s, dtype=FP32) for s in ((4,), (4,), (4, 4))]
@@ -111,7 +111,8 @@ def test_mixes_of_streams_match(tokens: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parts", "extra", "width"), [(2, 3, True, 72), (1, 1, False, 300), wide(1, 6, True, 5120)]
+    ("tokens", "parts", "extra", "width"),
+    [(2, 3, True, 72), (1, 1, False, 300), wide(1, 6, True, 5120)],
 )
 def test_put_back_adds_parts_in_order(tokens: int, parts: int, extra: bool, width: int) -> None:
     streams = (torch.randn(tokens, 4, width) * 10).to(torch.bfloat16)
@@ -119,8 +120,8 @@ def test_put_back_adds_parts_in_order(tokens: int, parts: int, extra: bool, widt
     got, want = run_both(
         hyper_connections.post, reference.post,
         torch.randn(tokens, parts, width).to(torch.bfloat16), added, streams,
-        torch.rand(tokens, 4), torch.rand(tokens, 4, 4), torch.rand(tokens, 4), poisoned(tokens, width),
-    )  # fmt: skip
+        torch.rand(tokens, 4), torch.rand(tokens, 4, 4), torch.rand(tokens, 4), poisoned(tokens,
+        width), )  # fmt: skip
     assert_same_bf16(got[2], want[2])
     assert_same_bf16(got[6], want[6])
 
@@ -143,9 +144,16 @@ def test_router_picks_by_biased_score_and_weighs_without_it(
 
 
 def test_router_gives_equal_scores_to_the_lowest_ids() -> None:
-    ids, weights = poisoned(1, 3, dtype=torch.int32).to(DEVICE), poisoned(1, 3, dtype=FP32).to(DEVICE)
+    ids, weights = (
+        poisoned(1, 3, dtype=torch.int32).to(DEVICE),
+        poisoned(1, 3, dtype=FP32).to(DEVICE),
+    )
     router.route(
-        torch.zeros(1, 1, 9, device=DEVICE), torch.zeros(9, device=DEVICE), ids, weights, scaling=1.5
+        torch.zeros(1, 1, 9, device=DEVICE),
+        torch.zeros(9, device=DEVICE),
+        ids,
+        weights,
+        scaling=1.5,
     )
     assert ids.tolist() == [[0, 1, 2]]
     assert_close(weights.cpu(), torch.full((1, 3), 0.5), 1e-6)
@@ -225,6 +233,7 @@ def test_attention_stays_near_the_recorded_units(case: int) -> None:
         kv.to(DEVICE), idx[:, window:].contiguous().to(DEVICE),
         units[f"{case}.sink"].to(DEVICE), out, *scratch,
     )  # fmt: skip
-    # bf16 of the exact result differs from the recorded one by 2e-3 as well: both round probabilities.
+    # bf16 of the exact result differs from the recorded one by 2e-3 as well: both round
+    # probabilities.
     assert_close(out.cpu(), units[f"{case}.out"][0], 2.5e-3)
     assert_close(out.cpu(), units[f"{case}.exact"][0], 4e-3)

@@ -1,4 +1,6 @@
-"""What happens to compressed KV: groups, index keys, scores, the exact choice of rows, the engram gate."""
+"""What happens to compressed KV: groups, index keys, scores, the exact choice of rows, the engram
+gate.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_groups_fill_token_by_token_and_become_rows(
     assert (rows[0][3] == 0).all()
 
 
-@pytest.mark.parametrize(("ratio", "width", "rotated"), [(1, 32, 16), (2, 96, 32), wide(2, 128, 64)])
+@pytest.mark.parametrize(
+    ("ratio", "width", "rotated"), [(1, 32, 16), (2, 96, 32), wide(2, 128, 64)]
+)
 def test_index_keys_are_written_when_a_group_is_full(ratio: int, width: int, rotated: int) -> None:
     for at in range(2 * ratio):
         turn = rotation(torch.tensor([at // ratio * ratio]), frequencies(rotated, 1.6e5, None))
