@@ -21,7 +21,7 @@ from expert_io.slices import SliceMap
 from expert_io.slots import SlotPool
 from protocol import counters
 from protocol.layouts import ABSENT, Directory, Progress, entry_slot, pack_entry
-from protocol.messages import BACKGROUND, LANE_NAMES, PREDICTED, URGENT
+from protocol.messages import BACKGROUND, PREDICTED, URGENT
 
 READS_BY_LANE = (counters.READS_URGENT, counters.READS_PREDICTED, counters.READS_BACKGROUND)
 
@@ -119,11 +119,11 @@ class Residency:
 
     # --- what readers get and say -----------------------------------------------------------------
 
-    def next_order(self, reader: int, now: float) -> Order | None:
+    def next_order(self, reader: int, now: float, *, urgent_only: bool = False) -> Order | None:
         """The most urgent piece that can be read now, as `reader`'s order."""
         self.slots.reclaim()
         self._close_demands()
-        for lane in range(len(LANE_NAMES)):
+        for lane in (URGENT,) if urgent_only else (URGENT, PREDICTED, BACKGROUND):
             read = self.queue.next_begun(lane)
             if read is None:
                 read = self.queue.next_waiting(lane)

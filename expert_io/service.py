@@ -11,15 +11,16 @@ import asyncio
 import gc
 import os
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from pathlib import Path
 
 import uvloop
 import zmq
 
-from expert_io.demand_spans import DemandSpans
 from expert_io.policy import make_policy
+from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
+from expert_io.service_trace import ServiceTrace
 from expert_io.slices import SliceMap
 from protocol import counters
 from protocol.config import ModelConfig
@@ -57,7 +58,8 @@ COMPUTE = "compute"
 # Compute's progress sends no message: while a read waits for it, look this often.
 PROGRESS_LOOK_S = 0.0005
 WATCH_S = 0.25
-TRACE_SAMPLE_S = 0.02
+# Orders queued at a reader behind the one it reads.
+READ_AHEAD = 1
 
 
 class ExpertService:
@@ -68,8 +70,6 @@ class ExpertService:
         self._spec = spec
         self._control = control
         self._loop = asyncio.get_running_loop()
-        self._tracer = Tracer(NAME, spec.trace)
-        self._spans = DemandSpans(self._tracer)
         control.send(Loading(NAME, "expert slice map", 0.0))
         directory = Path(spec.checkpoint)
         self._config = ModelConfig.load(directory)
@@ -91,11 +91,12 @@ class ExpertService:
         self.residency.warm([(key >> 16, key & 0xFFFF) for key in spec.warm_experts])
         # What was built lives as long as the process; without this every collection walks it.
         gc.freeze()
-        self._idle: deque[int] = deque()
+        self._held: dict[int, int] = {}  # orders in each reader's hands
         self._incarnations: dict[int, int] = {}
         self._reported: dict[int, float] = {}
         self._own: defaultdict[str, float] = defaultdict(float)
-        self._sampled = (time.monotonic(), 0.0)
+        tracer = Tracer(NAME, spec.trace)
+        self._trace = ServiceTrace(tracer, self.residency.figures, self._loop)
         self._looking = False
         self._stop = asyncio.Event()
 
@@ -108,11 +109,10 @@ class ExpertService:
         while not self._stop.is_set():
             self._watch_readers()
             try:
-                pause = TRACE_SAMPLE_S if self._tracer.enabled else WATCH_S
-                await asyncio.wait_for(self._stop.wait(), pause)
+                await asyncio.wait_for(self._stop.wait(), WATCH_S)
             except TimeoutError:
                 continue
-        self._tracer.stop()
+        self._trace.stop()
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -123,21 +123,19 @@ class ExpertService:
             case StatsRequest(request):
                 self._control.send(StatsReply(request, NAME, self._figures()))
             case TraceStart(path):
-                self._tracer.start(path)
-                read = self.residency.counts[counters.READ_BYTES]
-                self._sampled = (time.monotonic(), read)
+                self._trace.start(path)
             case TraceStop():
-                self._tracer.stop()
+                self._trace.stop()
                 self._control.send(TraceStopped(NAME))
 
     def _on_compute(self, sender: str, message: Message) -> None:
         match message:
             case Demand(demand, layer, experts) if self._known(layer, experts):
-                self._spans.asked(demand, layer, experts)
+                self._trace.asked(demand, layer, experts)
                 landed = self.residency.demand(demand, layer, experts)
                 if landed:
                     self._compute.send(Landed(demand, landed), to=sender)
-                    self._spans.answered(demand, landed)
+                    self._trace.answered(demand, landed)
             case Hint(step, layer, picks, ahead, predicted, scores) if (
                 self._known(layer, picks)
                 and (not predicted or self._known(ahead, predicted))
@@ -156,12 +154,12 @@ class ExpertService:
                 reader, incarnation, number
             ):
                 self._own[counters.READ_SECONDS] += seconds
-                self._idle.append(reader)
+                self._held[reader] -= 1
                 self._report(self.residency.done(number, reader))
             case ReadFailed(reader, incarnation, number, reason) if self._holds(
                 reader, incarnation, number
             ):
-                self._idle.append(reader)
+                self._held[reader] -= 1
                 self._report(self.residency.failed(number, reader, reason))
             case ReadDone(reader, incarnation, _) | ReadFailed(reader, incarnation, _) if (
                 incarnation < self._incarnations.get(reader, -1)
@@ -180,8 +178,7 @@ class ExpertService:
         if known >= 0:
             self._own[counters.READERS_REPLACED] += 1
             self._report(self.residency.reader_lost(reader))
-        if reader not in self._idle:
-            self._idle.append(reader)
+        self._held[reader] = 0
         if known < 0 and len(self._incarnations) == self._spec.readers:
             self._control.send(Ready(NAME, {"eviction": self._spec.policy}))
 
@@ -202,31 +199,39 @@ class ExpertService:
     # --- orders -----------------------------------------------------------------------------------
 
     def _give_orders(self) -> None:
+        """Every reader gets an order, then a second one to go on with at once.
+
+        The second is urgent only: what is queued at a reader cannot be overtaken, and nothing is
+        more urgent. Without it a reader idles for a round trip between the pieces of a miss.
+        """
         now = time.monotonic()
-        while self._idle:
-            reader = self._idle[0]
-            order = self.residency.next_order(reader, now)
-            if order is None:
-                break
-            self._idle.popleft()
-            piece, read = order.piece, order.read
-            base = read.slot * self._slot_bytes
-            message = ReadOrder(
-                order.number,
-                piece.file,
-                piece.offset,
-                piece.length,
-                piece.needed,
-                base + piece.slot_offset,
-                [base + offset for pair in piece.scales for offset in pair],
-                read.lane,
-                *read.key,
-            )
-            # An unreachable reader keeps its order until its replacement says hello.
-            self._readers.send(message, to=f"reader-{reader}")
-        if self._idle and self.residency.blocked and not self._looking:
+        for ahead in range(READ_AHEAD + 1):
+            for reader in [reader for reader, held in self._held.items() if held == ahead]:
+                order = self.residency.next_order(reader, now, urgent_only=ahead > 0)
+                if order is None:
+                    break
+                self._held[reader] += 1
+                self._send_order(order)
+        if self.residency.blocked and 0 in self._held.values() and not self._looking:
             self._looking = True
             self._loop.call_later(PROGRESS_LOOK_S, self._look_again)
+
+    def _send_order(self, order: Order) -> None:
+        piece, read = order.piece, order.read
+        base = read.slot * self._slot_bytes
+        message = ReadOrder(
+            order.number,
+            piece.file,
+            piece.offset,
+            piece.length,
+            piece.needed,
+            base + piece.slot_offset,
+            [base + offset for pair in piece.scales for offset in pair],
+            read.lane,
+            *read.key,
+        )
+        # An unreachable reader keeps its order until its replacement says hello.
+        self._readers.send(message, to=f"reader-{order.reader}")
 
     def _look_again(self) -> None:
         self._looking = False
@@ -235,10 +240,10 @@ class ExpertService:
     def _report(self, outcome: Outcome) -> None:
         for demand, expert in outcome.landed:
             self._compute.send(Landed(demand, [expert]), to=COMPUTE)
-            self._spans.answered(demand, [expert])
+            self._trace.answered(demand, [expert])
         for demand, expert, reason in outcome.failed:
             self._compute.send(DemandFailed(demand, expert, reason), to=COMPUTE)
-            self._spans.answered(demand, [expert])
+            self._trace.answered(demand, [expert])
 
     # --- what no message brings -------------------------------------------------------------------
 
@@ -251,17 +256,6 @@ class ExpertService:
                 self._reported[order.reader] = now
                 incarnation = self._incarnations[order.reader]
                 self._control.send(ReaderStuck(order.reader, incarnation, now - order.since))
-        if self._tracer.enabled:
-            self._sample(now)
-
-    def _sample(self, now: float) -> None:
-        figures = self.residency.figures()
-        for name in (counters.QUEUE_DEPTH, counters.RESIDENT_EXPERTS):
-            self._tracer.counter(name, value=figures[name])
-        (before, had), has = self._sampled, figures.get(counters.READ_BYTES, 0.0)
-        self._sampled = (now, has)
-        if now > before:
-            self._tracer.counter("read bytes/s", value=(has - had) / (now - before))
 
     def _figures(self) -> dict[str, float]:
         figures = self.residency.figures() | self._own

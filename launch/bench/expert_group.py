@@ -60,13 +60,14 @@ class ExpertGroup:
         direct: bool = True,
         faults: str = "",
         latency: float = 0.0,
+        bandwidth: float = 0.0,
         warm: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.checkpoint = checkpoint
         self.config = ModelConfig.load(checkpoint)
         self.slices = SliceMap.build(self.config, Shards.open(checkpoint, self.config), piece_bytes)
         self.readers, self.direct = readers, direct
-        self.faults, self.latency = faults, latency
+        self.faults, self.latency, self.bandwidth = faults, latency, bandwidth
         self.piece_bytes, self.predicted_in_flight, self.reserve = (
             piece_bytes,
             predicted_in_flight,
@@ -134,7 +135,7 @@ class ExpertGroup:
             [str(path) for path in self.slices.files],
             self.arena.fd,
             self.direct,
-            0.0,
+            self.bandwidth,
             self.latency,
             self.faults if faults is None else faults,
             "",

@@ -230,3 +230,13 @@ def test_abandoned_demands_stop_what_has_not_begun() -> None:
     world.finish()
     world.read_all()
     assert world.residency.counts[counters.READS_URGENT] == 1
+
+
+def test_what_is_queued_ahead_at_a_reader_is_urgent_only() -> None:
+    world = SmallWorld()
+    world.residency.hint(0, 0, [], 1, [7])
+    world.residency.warm([(2, 2)])
+    assert world.residency.next_order(0, 0.0, urgent_only=True) is None
+    world.residency.demand(1, 0, [3])
+    order = world.residency.next_order(0, 0.0, urgent_only=True)
+    assert order is not None and order.read.key == (0, 3)

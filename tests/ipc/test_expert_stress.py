@@ -53,12 +53,12 @@ def test_no_slot_is_rewritten_while_compute_reads_it(seed: int) -> None:
     with ExpertGroup(
         MINI, slots=SLOTS, readers=2, reserve=2, piece_bytes=8192, faults=SLOW
     ) as group:
-        figures = finish(start(group, steps=80, seed=seed))
+        figures = finish(start(group, steps=50, seed=seed))
         stats = group.stats()
-    assert figures["checked"] == 80 * 2 * 3
-    assert figures["hits"] > 50 and figures["misses"] > 100
+    assert figures["checked"] == 50 * 2 * 3
+    assert figures["hits"] > 30 and figures["misses"] > 60
     assert figures["announced_twice"] == 0
-    assert stats[counters.EVICTIONS] > 100
+    assert stats[counters.EVICTIONS] > 60
 
 
 def test_the_stress_sees_a_compute_that_lets_go_too_early() -> None:
@@ -74,7 +74,7 @@ def test_readers_that_die_in_the_middle_cost_nothing_but_time() -> None:
     with ExpertGroup(
         MINI, slots=SLOTS, readers=2, reserve=2, piece_bytes=8192, faults=SLOW
     ) as group:
-        reader = start(group, steps=80, seed=3)
+        reader = start(group, steps=50, seed=3)
         incarnations = [0, 0]
         victim = 0
         for _ in range(4):
@@ -91,7 +91,7 @@ def test_readers_that_die_in_the_middle_cost_nothing_but_time() -> None:
             victim = 1 - victim
         figures = finish(reader)
         stats = group.stats()
-    assert figures["checked"] == 80 * 2 * 3 and figures["announced_twice"] == 0
+    assert figures["checked"] == 50 * 2 * 3 and figures["announced_twice"] == 0
     assert stats[counters.READERS_REPLACED] >= 3, "the last one may not have said hello"
 
 
