@@ -164,7 +164,7 @@ def test_a_nan_scale_fails_the_read(tmp_path: Path) -> None:
         file.write(b"\xff")
     with (
         ExpertGroup(copy, slots=SLOTS) as group,
-        pytest.raises(ProcessDied, match="is not a number .byte 255."),
+        pytest.raises(ProcessDied, match="is not a number"),
     ):
         group.fetch(4, [9])
 
