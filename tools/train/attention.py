@@ -95,18 +95,16 @@ class Attention(nn.Module):
                 q, kv, self.attn_sink, angles.cos, angles.sin, c.sliding_window, c.head_dim**-0.5
             )
             return self.output(out)
-        scores = None
         if hasattr(self, "compressor"):
             self._write_rows(x, angles, shared)
         assert shared.kv is not None
         if hasattr(self, "indexer"):
             scores = self._choose(x, qr, angles, shared)
-        out, loss = _attend(
+            shared.index_losses.append(_imitation(scores, q.detach(), shared.kv.detach()))
+        out = _attend(
             q, kv, shared.kv, shared.chosen, self.attn_sink, angles.cos, angles.sin,
-            c.sliding_window, c.head_dim**-0.5, self.ratio, scores,
+            c.sliding_window, c.head_dim**-0.5,
         )  # fmt: skip
-        if scores is not None:
-            shared.index_losses.append(loss)
         return self.output(out)
 
     def projections(self) -> tuple[torch.Tensor, ...]:
@@ -205,7 +203,6 @@ def window_rows(
     return rounding.window_kv(rotate(rms_norm(fp8_linear(x, wkv), kv_norm, eps), cos, sin))
 
 
-@fused
 def _compress(
     x: torch.Tensor,
     wkv: torch.Tensor,
@@ -225,7 +222,6 @@ def _compress(
     return latent, rounding.compressed_kv(rotate(latent, cos[::ratio], sin[::ratio]))
 
 
-@fused
 def _index_keys(
     latent: torch.Tensor,
     wk: torch.Tensor,
@@ -239,7 +235,6 @@ def _index_keys(
     return rounding.index_vector(rotate(keys, cos[::ratio], sin[::ratio]))
 
 
-@fused
 def _index_scores(
     qr: torch.Tensor,
     x: torch.Tensor,
@@ -322,18 +317,13 @@ def _attend(
     sin: torch.Tensor,
     window: int,
     scale: float,
-    ratio: int,
-    index_scores: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over window and chosen rows in one softmax, and the indexer's loss (0 without)."""
+) -> torch.Tensor:
+    """Attention over window and chosen rows in one softmax: bf16 [B, S, heads, head_dim]."""
     batch, length, heads, width = q.shape
     near, keys = _window_scores(q, kv, window, scale)
     near = near.view(batch, length, heads, 2 * window)
     far = torch.bmm(q.reshape(batch, length * heads, width), rows.transpose(1, 2)).float() * scale
     far = far.view(batch, length, heads, -1)
-    loss = q.new_zeros((), dtype=torch.float32)
-    if index_scores is not None:
-        loss = _imitation(index_scores, far.detach())
     far = far.masked_fill(~chosen.unsqueeze(2), NEVER)
     top = torch.maximum(torch.maximum(near.amax(-1), far.amax(-1)), sink).detach()
     near_weights = torch.exp(near - top[..., None])
@@ -346,14 +336,18 @@ def _attend(
         batch, length, heads, width
     )
     out = (near_out.float() + far_out.float()) / total.unsqueeze(-1)
-    return rotate(out.to(torch.bfloat16), cos[:, None], -sin[:, None]), loss
+    return rotate(out.to(torch.bfloat16), cos[:, None], -sin[:, None])
 
 
-def _imitation(index_scores: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+def _imitation(index_scores: torch.Tensor, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """KL from the attention over the rows the indexer may score (mean of heads) to its softmax."""
+    batch, length, heads, width = q.shape
     allowed = index_scores > NEVER
-    wanted = torch.softmax(far.masked_fill(~allowed.unsqueeze(2), NEVER), -1).mean(2)
-    wanted = wanted * allowed
+    with torch.no_grad():
+        scores = torch.bmm(q.reshape(batch, length * heads, width), rows.transpose(1, 2))
+        scores = scores.view(batch, length, heads, -1).float() * width**-0.5
+        wanted = torch.softmax(scores.masked_fill_(~allowed.unsqueeze(2), NEVER), -1).mean(2)
+        wanted = wanted * allowed
     said = torch.log_softmax(index_scores, -1)
     gap = wanted * (torch.log(wanted.clamp_min(1e-9)) - said)
     return gap.masked_fill(~allowed, 0.0).sum(-1).mean()

@@ -37,15 +37,17 @@ def load_masters(directory: Path, config: ModelConfig, *modules: nn.Module) -> N
     """Set every master to what the checkpoint in `directory` stores; raises CheckpointError."""
     shards = Shards.open(directory, config)
     for name, master in masters(*modules).items():
-        entry = shards.tensors[name]
-        with safe_open(entry.path, "pt") as file:
-            stored = file.get_tensor(name)
+        stored = stored_tensor(shards, name)
         scale_name = f"{name.removesuffix('.weight')}.scale"
-        if scale_name != name and scale_name in shards.tensors:
-            with safe_open(shards.tensors[scale_name].path, "pt") as file:
-                master.copy_(_decode(stored, file.get_tensor(scale_name), name))
-        else:
-            master.copy_(stored)
+        if scale_name in shards.tensors:
+            stored = _decode(stored, stored_tensor(shards, scale_name), name)
+        master.copy_(stored)
+
+
+def stored_tensor(shards: Shards, name: str) -> torch.Tensor:
+    """A tensor as it lies on disk."""
+    with safe_open(shards.tensors[name].path, "pt") as file:
+        return file.get_tensor(name)
 
 
 def store(config: ModelConfig, *modules: nn.Module) -> Stored:
@@ -92,7 +94,7 @@ def _encode(name: str, master: torch.Tensor, dtype: str) -> Iterator[tuple[str, 
         yield scale_name, _e8m0(scale)
     else:
         by_row = name.endswith("engram.embed.weight")
-        codes, scale = formats.act_quant(master) if by_row else rounding.fp8_tiles(master)
+        codes, scale = (rounding.fp8_groups if by_row else rounding.fp8_tiles)(master)
         yield name, codes
         yield scale_name, _e8m0(scale)
 

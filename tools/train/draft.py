@@ -13,7 +13,7 @@ from torch import nn
 from protocol.config import ModelConfig
 from tools.train import rounding
 from tools.train.attention import NEVER, Attention, queries, window_rows
-from tools.train.fused import fused
+from tools.train.fused import eager
 from tools.train.hyper import collapse, leave, rms_norm
 from tools.train.model import Block, Model, Pass, first_mix
 from tools.train.moe import Moe
@@ -70,6 +70,13 @@ class Draft(nn.Module):
     def forward(
         self, backbone: Model, done: Pass, tokens: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `_forward`; eager, since its shapes are its own and it is trained on few steps."""
+        with eager():
+            return self._forward(backbone, done, tokens, anchors)
+
+    def _forward(
+        self, backbone: Model, done: Pass, tokens: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits fp32 [B, A, K, V] and confidences fp32 [B, A, K] (before any squashing).
 
         `tokens` int64 [B, >= max(anchors) + K + 1]; the block of anchor p holds the token at p + 1
@@ -111,14 +118,12 @@ class Draft(nn.Module):
         )  # fmt: skip
 
 
-@fused
 def _project_main(
     joined: torch.Tensor, projection: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
     return rms_norm(fp8_linear(joined, projection), norm, eps)
 
 
-@fused
 def _heads(
     collapsed: torch.Tensor,
     before: torch.Tensor,
@@ -149,7 +154,7 @@ def attend(
     turn = angles(c, False, positions)
     q, _, own = queries(x, *weights, *turn, c.head_dim, c.rms_norm_eps)
     everywhere = angles(c, False, torch.arange(main.shape[1], device=main.device))
-    far = _main_rows(main, *weights[3:], *everywhere, c.rms_norm_eps)
+    far = window_rows(main, *weights[3:], *everywhere, c.rms_norm_eps)
     window = anchors[:, None] - torch.arange(c.sliding_window, device=main.device)
     seen = torch.cat([window >= 0, torch.ones_like(positions, dtype=torch.bool)], 1)
     keys = torch.cat([far[:, window.clamp_min(0)], own], 2)
@@ -157,10 +162,6 @@ def attend(
     return attention.output(out)
 
 
-_main_rows = fused(window_rows)
-
-
-@fused
 def _attend_block(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -180,7 +181,6 @@ def _attend_block(
     return rotate(out, cos.unsqueeze(-2), -sin.unsqueeze(-2))
 
 
-@fused
 def draft_loss(
     logits: torch.Tensor, confidence: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,8 @@ whole model takes minutes to compile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -14,6 +15,20 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_eager = False
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Inside, nothing is compiled: for parts that run too seldom to be worth a compilation."""
+    global _eager
+    before, _eager = _eager, True
+    try:
+        yield
+    finally:
+        _eager = before
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,7 +41,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
-        if not (isinstance(first, torch.Tensor) and first.is_cuda and torch.is_grad_enabled()):
+        on_gpu = isinstance(first, torch.Tensor) and first.is_cuda
+        if not on_gpu or _eager or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if not compiled:
             compiled.append(torch.compile(function, dynamic=False))

@@ -1,6 +1,6 @@
 """Hyper-connections for training: the mixes of a sublayer, collapsing the streams and writing back.
 
-Owns the differentiable Sinkhorn normalisation. T tokens, hc streams of H columns each, bf16.
+T tokens, hc streams of H columns each, bf16.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tools.train.fused import fused
-
-# Sinkhorn has converged long before its last rounds, so the gradient of these few is the gradient.
-GRADED_ROUNDS = 4
+from tools.train.sinkhorn import sinkhorn
 
 Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -23,33 +21,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (weight.to(torch.bfloat16).float() * wide * scale).to(torch.bfloat16)
 
 
-def sinkhorn(logits: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
-    """[T, hc, hc] fp32: softmax over the last axis, then `rounds` column and row normalisations.
-
-    Keeps a factor for each row and column instead of the matrix: [T, hc] twice.
-    """
-    cells = torch.softmax(logits, -1) + eps
-    fixed = cells.detach()
-    rows = torch.ones_like(fixed[..., 0])
-    columns = torch.ones_like(rows)
-    for number in range(rounds):
-        e = fixed if number < rounds - GRADED_ROUNDS else cells
-        if number:
-            rows = rows / ((e * columns.unsqueeze(-2)).sum(-1) * rows + eps)
-        columns = columns / ((e * rows.unsqueeze(-1)).sum(-2) * columns + eps)
-    return cells * rows.unsqueeze(-1) * columns.unsqueeze(-2)
-
-
 def mixes(
     streams: torch.Tensor,
     fn: torch.Tensor,
     base: torch.Tensor,
     scale: torch.Tensor,
-    rounds: int,
     hc_eps: float,
     norm_eps: float,
 ) -> Mixes:
-    """pre [T, hc], post [T, hc], comb [T, hc, hc] fp32 of `streams` [T, hc, H].
+    """pre [T, hc], post [T, hc], and comb [T, hc, hc] before Sinkhorn, fp32, of `streams` [T, hc, H].
 
     In training on a GPU the product with `fn` is a bf16 one: a third of the memory traffic.
     """
@@ -65,7 +45,7 @@ def mixes(
     pre = torch.sigmoid(m[:, :hc] * scale[0] + base[:hc]) + hc_eps
     post = 2 * torch.sigmoid(m[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
     comb = (m[:, 2 * hc :] * scale[2] + base[2 * hc :]).unflatten(-1, (hc, hc))
-    return pre, post, sinkhorn(comb, rounds, hc_eps)
+    return pre, post, torch.softmax(comb, -1) + hc_eps
 
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -84,7 +64,6 @@ def write_back(
     return (post[:, :, None] * y[:, None, :].float() + kept).to(torch.bfloat16)
 
 
-@fused
 def enter(
     streams: torch.Tensor,
     pre: torch.Tensor,
@@ -97,8 +76,23 @@ def enter(
     norm_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A sublayer's input (collapsed by the mix handed down) and its own three mixes."""
-    own_pre, post, comb = mixes(streams, fn, base, scale, rounds, hc_eps, norm_eps)
-    return rms_norm(collapse(streams, pre), norm, norm_eps), own_pre, post, comb
+    x, own_pre, post, cells = _enter(streams, pre, fn, base, scale, norm, hc_eps, norm_eps)
+    return x, own_pre, post, sinkhorn(cells, rounds, hc_eps)
+
+
+@fused
+def _enter(
+    streams: torch.Tensor,
+    pre: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    own_pre, post, cells = mixes(streams, fn, base, scale, hc_eps, norm_eps)
+    return rms_norm(collapse(streams, pre), norm, norm_eps), own_pre, post, cells
 
 
 leave = fused(write_back)

@@ -153,7 +153,8 @@ def first_mix(streams: torch.Tensor) -> torch.Tensor:
     """The mix before the first sublayer: all of stream 0, fp32 [T, hc]."""
     pre = torch.zeros(streams.shape[:2], device=streams.device)
     pre[:, 0] = 1
-    return pre
+    # Like every later mix, so that one compiled graph serves all.
+    return pre.requires_grad_(torch.is_grad_enabled())
 
 
 def _mean(streams: torch.Tensor) -> torch.Tensor:

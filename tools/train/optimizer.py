@@ -108,8 +108,13 @@ def optimizers(*modules: nn.Module) -> list[torch.optim.Optimizer]:
     return both
 
 
-def schedule(step: int, steps: int, warmup: int) -> float:
-    """Factor on every rate: up over `warmup` steps, level, then down to 0 over the last 60 %."""
+def schedule(step: int, steps: int | None, warmup: int) -> float:
+    """Factor on every rate: up over `warmup` steps, level, then down to 0 over the last 60 %.
+
+    `steps` may be None while less than two fifths are done.
+    """
     up = min(1.0, (step + 1) / warmup)
+    if steps is None:
+        return up
     down = min(1.0, (steps - step) / (0.6 * steps))
     return up * down

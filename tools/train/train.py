@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from protocol.config import ModelConfig
+from protocol.errors import UsageError
 from tools.train import tokens
 from tools.train.checkpoint import store
 from tools.train.demo_config import parse, without_engram
@@ -29,9 +32,11 @@ from tools.train.optimizer import optimizers, schedule
 from tools.train.writer import write_checkpoint
 
 WARMUP = 60
-ANCHORS = 8
+ANCHORS = 24
+DRAFT_EVERY = 4
 BALANCE_SPEED = 1e-2
 LOG_EVERY = 20
+TIMED_FROM, SETTLED_AT, WAIT_AT = 40, 140, 300
 
 
 class Run:
@@ -49,6 +54,7 @@ class Run:
         self.parts = [part for part in (self.model, self.draft) if part is not None]
         self.optimizers = optimizers(*self.parts)
         self.random = np.random.default_rng(7)
+        self.steps = 0
 
     def step(self, batch: torch.Tensor, factor: float, balance: float) -> dict[str, torch.Tensor]:
         """One step over int64 [B, S + 1] at `factor` of the full rates and `balance` of the full
@@ -62,7 +68,8 @@ class Run:
             done = self.model(inputs)
             hidden, extra = done.hidden, done.index_loss
             figures["index_loss"] = done.index_loss.detach()
-            if self.draft is not None:
+            self.steps += 1
+            if self.draft is not None and self.steps % DRAFT_EVERY == 1:
                 anchors = self._anchors(inputs.shape[1])
                 logits, sure = self.draft(self.model, done, batch, anchors)
                 of_draft, right = draft_loss(logits, sure, batch, anchors)
@@ -95,26 +102,70 @@ class Run:
             figures["dropped"] = (shares - moes[0].capacity).clamp_min(0).mean()
 
 
+@dataclass
+class Plan:
+    """How many steps: told, or settled by one run from its own speed and read by the others.
+
+    `seconds` is when the settling run wants to end, counted from the process' start. Rates do not
+    depend on the number of steps before two fifths of them, so it may become known late.
+    """
+
+    steps: int | None
+    seconds: float | None
+    path: Path | None
+    began: float = field(default_factory=time.perf_counter)
+    timed_from: tuple[int, float] | None = None
+
+    def known(self, step: int) -> int | None:
+        """The number of steps, None while it is not settled; called before every step."""
+        if self.steps is None and self.seconds is not None:
+            self._settle(step, self.seconds)
+        elif self.steps is None and self.path is not None:
+            while not self.path.is_file() and step >= WAIT_AT:
+                time.sleep(0.2)
+            if self.path.is_file():
+                self.steps = int(self.path.read_text())
+        return self.steps
+
+    def _settle(self, step: int, seconds: float) -> None:
+        if step == TIMED_FROM:
+            torch.cuda.synchronize()
+            self.timed_from = (step, time.perf_counter())
+        if step == SETTLED_AT and self.timed_from is not None:
+            torch.cuda.synchronize()
+            now = time.perf_counter()
+            each = (now - self.timed_from[1]) / (step - self.timed_from[0])
+            self.steps = step + int((seconds - (now - self.began)) / each)
+            if self.path is not None:
+                partial = self.path.with_suffix(".partial")
+                partial.write_text(str(self.steps))
+                partial.replace(self.path)
+
+
 def train(
-    run: Run, data: Path, log: Path, steps: int, sequences: int, length: int, seed: int
+    run: Run, data: Path, log: Path, plan: Plan, sequences: int, length: int, seed: int
 ) -> dict[str, Any]:
     """Run all steps; gives tokens, seconds, and writes a line of JSON to `log` now and then."""
     stream = tokens.load(data / "train.tokens.xz")
     source = tokens.batches(stream, sequences, length, run.config.bos_token_id, seed)
     start = time.perf_counter()
     with log.open("w", encoding="utf-8") as out:
-        for step in range(steps):
+        for step in count():
+            steps = plan.known(step)
+            if step == steps:
+                break
             batch = torch.from_numpy(next(source)).to(run.device, non_blocking=True)
             figures = run.step(batch, schedule(step, steps, WARMUP), schedule(step, steps, 1))
-            if step % LOG_EVERY == 0 or step == steps - 1:
+            if step % LOG_EVERY == 0 or step + 1 == steps:
                 line = {"step": step, "tokens": (step + 1) * sequences * length}
                 line.update({name: _rounded(value) for name, value in figures.items()})
                 line["seconds"] = round(time.perf_counter() - start, 2)
                 out.write(json.dumps(line) + "\n")
                 out.flush()
     return {
-        "tokens": steps * sequences * length,
-        "epochs": steps * sequences * length / len(stream),
+        "steps": step,
+        "tokens": step * sequences * length,
+        "epochs": step * sequences * length / len(stream),
         "seconds": time.perf_counter() - start,
     }
 
@@ -123,41 +174,33 @@ def _rounded(value: torch.Tensor) -> Any:
     return json.loads(json.dumps(value.tolist()), parse_float=lambda text: round(float(text), 5))
 
 
-def _use_compile_cache(path: Path | None) -> None:
-    torch._dynamo.config.recompile_limit = 64
-    if path is not None and path.is_file():
-        torch.compiler.load_cache_artifacts(path.read_bytes())
-
-
-def _save_compile_cache(path: Path | None) -> None:
-    if path is not None and not path.is_file():
-        artifacts = torch.compiler.save_cache_artifacts()
-        if artifacts is not None:
-            path.write_bytes(artifacts[0])
-
-
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--data", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--model", "kind", type=click.Choice(["full", "no-engram", "dense"]), default="full")
-@click.option("--steps", type=int, required=True)
+@click.option("--steps", type=int, help="How many; or give --plan.")
+@click.option("--seconds", type=float, help="End about then, and write the steps to --plan.")
+@click.option("--plan", type=click.Path(path_type=Path), help="Read the steps from here.")
 @click.option("--sequences", type=int, default=64, show_default=True, help="Sequences a step.")
 @click.option("--length", type=int, default=512, show_default=True, help="Tokens a sequence.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--compile-cache", type=click.Path(path_type=Path), help="Reused or written.")
 def main(
     data: Path,
     out: Path,
     kind: str,
-    steps: int,
+    steps: int | None,
+    seconds: float | None,
+    plan: Path | None,
     sequences: int,
     length: int,
     seed: int,
     device: str,
-    compile_cache: Path | None,
 ) -> None:
-    _use_compile_cache(compile_cache)
+    wanted = Plan(steps, seconds, plan)
+    if steps is None and plan is None:
+        raise UsageError("give --steps or --plan")
+    torch._dynamo.config.recompile_limit = 32
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -167,14 +210,12 @@ def main(
     config = parse(top)
     run = Run(kind, config, data, torch.device(device))
     out.mkdir(parents=True, exist_ok=True)
-    result = train(run, data, out / f"{kind}.log.jsonl", steps, sequences, length, seed)
-    _save_compile_cache(compile_cache)
+    result = train(run, data, out / f"{kind}.log.jsonl", wanted, sequences, length, seed)
     if kind == "full":
         checkpoint = out / "checkpoint"
         write_checkpoint(checkpoint, top, data, store(config, *run.parts))
     result.update(
         model=kind,
-        steps=steps,
         sequences=sequences,
         length=length,
         parameters=sum(p.numel() for part in run.parts for p in part.parameters()),
