@@ -76,11 +76,11 @@ def test_a_reader_that_dies_whenever_it_reads_is_replaced_for_ever() -> None:
 
 
 def test_a_read_that_fails_for_good_takes_the_group_with_it() -> None:
-    with RunningGroup(slots=MINIMUM_SLOTS, reader_faults="eio:after=60:times=12") as group:
+    with RunningGroup(slots=MINIMUM_SLOTS, reader_faults="eio:after=60:times=4") as group:
         end = group.events(PROMPT, TOKENS)[-1]
         assert isinstance(end, Finished) and end.reason == "error"
         assert "safetensors" in end.error and "\n" not in end.error
-        # The disk recovers within twelve reads, and a request fails at one at least.
-        answers = [group.events(PROMPT, TOKENS) for _ in range(12)]
+        # The disk recovers within four reads, and a request fails at one at least.
+        answers = [group.events(PROMPT, TOKENS) for _ in range(4)]
         assert tokens_of(answers[-1]) == reference()
         assert replaced(group) == 0
