@@ -20,6 +20,7 @@ from launch.generate import generate_command
 from launch.server.command import serve_command
 from launch.settings import Settings, options_command
 from launch.synth.command import synth_command
+from launch.top import top_command
 from protocol.errors import HeadraceError
 from protocol.lifecycle import DEBUG_VARIABLE, describe
 
@@ -40,6 +41,7 @@ def cli(context: click.Context, config: Path | None) -> None:
     headrace generate DIR --prompt "Hello"     read the model's answer
     headrace chat DIR                          talk to the model
     headrace serve DIR                         an OpenAI-compatible server, and a page to watch it
+    headrace top                               that server's figures, in the terminal
     headrace options                           every option, its value, and where that comes from
     headrace synth DIR --preset wide           a random checkpoint to try real widths with
     headrace bench io DIR                      how fast this disk feeds the engine
@@ -57,6 +59,7 @@ cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(synth_command)
 cli.add_command(serve_command)
+cli.add_command(top_command)
 cli.add_command(chat_command)
 cli.add_command(options_command)
 for command in (io_command, ipc_command, group_command, trace_command):

@@ -150,6 +150,12 @@ class Answer:
             line.leave(turn)
             self._changed.set()
 
+    def fail(self, error: ApiError) -> None:
+        """End the answer with `error` instead of what it would still have become."""
+        if self.outcome is None and self.error is None:
+            self.error = error
+            self._changed.set()
+
     async def take(self, timeout: float) -> Batch | None:
         """What has come since the last call, after at most `timeout` seconds maybe nothing; None
         at the end. Raises ApiError where the answer failed."""

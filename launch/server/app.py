@@ -104,7 +104,7 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         finally:
             await monitor.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -127,6 +127,8 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         },
         lifespan=lifespan,
     )
+    app.state.service = service
+    return app
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -32,8 +32,9 @@ async def running_server(
 ) -> AsyncIterator[str]:
     """Serve `engine`; gives the address. `log` gets a line for each answer. Raises ResourceError
     where the address cannot be bound."""
+    app = build_app(engine, options, log)
     config = uvicorn.Config(
-        build_app(engine, options, log),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -53,6 +54,7 @@ async def running_server(
         host, port = listening.getsockname()[:2]
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
+        app.state.service.stop()
         server.should_exit = True
         await asyncio.wait((serving,))
 

@@ -45,6 +45,7 @@ class Service:
         self.model = options.model_name or checkpoint.resolve().name
         self.line = WaitingLine(options.queue)
         self.activity = Activity()
+        self._making: set[Answer] = set()
         self.vocabulary = Vocabulary(engine.tokenizer, engine.config)
         self.token_bytes = TokenBytes(engine.tokenizer, [engine.config.eos_token_id])
         self.translator = Translator(
@@ -55,6 +56,11 @@ class Service:
             min(engine.options.max_context, engine.config.max_position_embeddings),
             options.think,
         )
+
+    def stop(self) -> None:
+        """End every answer now, telling its client why."""
+        for answer in self._making:
+            answer.fail(ApiError(503, "the server is stopping"))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for any model but the one served."""
@@ -116,9 +122,11 @@ class Service:
         task = asyncio.create_task(answer.run(self.engine, self.line, turn, self.activity))
         # A task cancelled before its first step runs nothing, so its place is given back here too.
         task.add_done_callback(lambda _: self.line.leave(turn))
+        self._making.add(answer)
         try:
             yield
         finally:
+            self._making.discard(answer)
             task.cancel()
             await asyncio.wait((task,))
             self._count(answer)

@@ -131,15 +131,15 @@ class Talker:
     @asynccontextmanager
     async def _watching(self, reading: _Reading, screen: LiveMarkdown) -> AsyncIterator[None]:
         """Keep the status line true while the answer comes."""
-        before = await self._engine.stats()
+        before = (await self._engine.stats()).get("compute", {})
 
         async def watch() -> None:
             with contextlib.suppress(HeadraceError):  # the answer itself will say what is wrong
                 while True:
                     await asyncio.sleep(STATUS_S)
-                    now = await self._engine.stats()
-                    if reading.count:
-                        screen.status(reading.status(before["compute"], now["compute"]))
+                    now = (await self._engine.stats()).get("compute")
+                    if reading.count and now is not None:
+                        screen.status(reading.status(before, now))
 
         watcher = asyncio.create_task(watch())
         try:

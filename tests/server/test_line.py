@@ -161,6 +161,25 @@ async def test_a_reader_that_never_reads_is_let_go(monkeypatch: Any) -> None:
 
 
 @in_loop
+async def test_a_server_that_stops_tells_its_clients_and_does_not_wait_for_them() -> None:
+    engine = FakeEngine("x" * 10)
+    engine.hold_from = 3
+    async with serving(engine) as served:
+        reader, writer = await _open_stream(served, chat_body(stream=True))
+        await engine.reached.wait()
+        waiting, other = await _open_stream(served, chat_body())
+        while (await served.http.get("/stats")).json()["queue"]["waiting"] < 1:
+            await asyncio.sleep(0.01)
+        begin = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - begin < 1.0
+    assert b"the server is stopping" in await reader.read(1 << 16)
+    assert b" 503 " in await waiting.readline()
+    assert engine.active == 0
+    for open_writer in (writer, other):
+        open_writer.close()
+
+
+@in_loop
 async def test_turns_come_in_the_order_of_arrival() -> None:
     line = WaitingLine(3)
     first, second, third, fourth = (line.join() for _ in range(4))
