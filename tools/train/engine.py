@@ -32,7 +32,9 @@ class ResidentEngram:
         self._next = 0
         self._tables = [
             [
-                stored_tensor(shards, f"layers.{layer}.engram.embed.{part}").view(torch.uint8).to(device)
+                stored_tensor(shards, f"layers.{layer}.engram.embed.{part}")
+                .view(torch.uint8)
+                .to(device)
                 for part in ("weight", "scale")
             ]
             for layer in config.engram_layer_ids
@@ -94,8 +96,6 @@ class Engine:
         self._trace = Trace()
         inputs = piece[:-1].tolist()
         ticket = self._engram.request(0, inputs, [])
-        logits = self._model.forward(
-            inputs, self._model.new_state(), ticket, want_all_logits=True
-        )
+        logits = self._model.forward(inputs, self._model.new_state(), ticket, want_all_logits=True)
         losses = F.cross_entropy(logits.cpu(), piece[1:], reduction="none")
         return losses, self._trace

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -22,27 +23,38 @@ from tools.train.tokenizer import bytes_per_id
 SEQUENCES = 8
 
 
+def mean_loss(model: nn.Module, pieces: npt.NDArray[np.int64]) -> float:
+    """Nats a token over `pieces` [n, length + 1]."""
+    return _nats(model, pieces)[0] / pieces[:, 1:].size
+
+
 @torch.no_grad()
-def bits_per_byte(
-    model: nn.Module, data: Path, length: int, most_pieces: int | None = None
-) -> dict[str, Any]:
-    """`bits_per_byte`, `nats_per_token` and how much text; the expert shares of a `Model` too."""
-    config, device = model.config, next(model.parameters()).device
-    widths = torch.tensor(bytes_per_id(read_tokenizer(data / "tokenizer.json")))
-    stream = tokens.load(data / "held_out.tokens.xz")
-    pieces = tokens.held_out_pieces(stream, length, config.bos_token_id)[:most_pieces]
-    pieces = pieces[: len(pieces) // SEQUENCES * SEQUENCES] if len(pieces) >= SEQUENCES else pieces
+def _nats(model: nn.Module, pieces: npt.NDArray[np.int64]) -> tuple[float, list[torch.Tensor]]:
+    """Loss in nats over all tokens, and of a `Model` each batch's expert loads [layers, E]."""
+    device = next(model.parameters()).device
     model.eval()
-    nats, shares = 0.0, []
-    for group in np.array_split(pieces, max(1, len(pieces) // SEQUENCES)):
+    nats, loads = 0.0, []
+    for group in np.array_split(pieces, -(-len(pieces) // SEQUENCES)):
         batch = torch.from_numpy(group).to(device)
         done = model(batch[:, :-1])
         hidden = done.hidden if isinstance(model, Model) else done
         found = losses(hidden.flatten(0, 1), model.head.weight, batch[:, 1:].flatten())
         nats += float(found.double().sum())
         if isinstance(model, Model):
-            shares.append(torch.stack([moe.load for moe in model.moes()]))
+            loads.append(torch.stack([moe.load for moe in model.moes()]))
     model.train()
+    return nats, loads
+
+
+def bits_per_byte(
+    model: nn.Module, data: Path, length: int, most_pieces: int | None = None
+) -> dict[str, Any]:
+    """`bits_per_byte`, `nats_per_token` and how much text; the expert shares of a `Model` too."""
+    config = model.config
+    widths = torch.tensor(bytes_per_id(read_tokenizer(data / "tokenizer.json")))
+    stream = tokens.load(data / "held_out.tokens.xz")
+    pieces = tokens.held_out_pieces(stream, length, config.bos_token_id)[:most_pieces]
+    nats, shares = _nats(model, pieces)
     wanted = torch.from_numpy(pieces[:, 1:])
     size = int(widths[wanted].sum())
     result: dict[str, Any] = {
