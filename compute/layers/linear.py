@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from compute.formats import round_trip_fp8
 
-
 # Splitting a product along K, cuBLAS would otherwise add the parts in bf16.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
