@@ -134,6 +134,10 @@ class Residency:
                 return self.queue.give_out(read, reader, now)
         return None
 
+    def refill(self) -> None:
+        """Make the reserve whole again. Called once orders are out, which need not wait for it."""
+        self._evict_down_to(self._reserve, for_prediction=False)
+
     def done(self, number: int, reader: int) -> Outcome:
         """The piece of this order is in its slot."""
         order = self.queue.take_back(number, reader)
@@ -260,8 +264,6 @@ class Residency:
         self.counts[READS_BY_LANE[lane]] += 1
         if lane == PREDICTED:
             self.counts[counters.PREDICTED_ISSUED] += 1
-        if lane == URGENT:
-            self._evict_down_to(self._reserve, for_prediction=False)
         return True
 
     def _evict_down_to(self, coming: int, *, for_prediction: bool) -> None:

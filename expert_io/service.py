@@ -212,6 +212,7 @@ class ExpertService:
                     break
                 self._held[reader] += 1
                 self._send_order(order)
+        self.residency.refill()
         if self.residency.blocked and 0 in self._held.values() and not self._looking:
             self._looking = True
             self._loop.call_later(PROGRESS_LOOK_S, self._look_again)

@@ -51,6 +51,7 @@ class Channel:
         self._on_wakeup: Callable[[], None] | None = None
         self._fd = int(socket.get(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._waking = False
         self.malformed = 0
         self.dropped = 0
         self.last_malformed = ""
@@ -93,8 +94,9 @@ class Channel:
             self.dropped += 1
             return False
         finally:
-            if self._loop is not None and self._on_wakeup is not None:
+            if self._loop is not None and self._on_wakeup is not None and not self._waking:
                 # Sending may consume the readiness edge of the descriptor, see `attach`.
+                self._waking = True
                 self._loop.call_soon(self._on_wakeup)
         return True
 
@@ -131,11 +133,13 @@ class Channel:
         """
 
         def wakeup() -> None:
+            self._waking = False
             for sender, message in self.drain():
                 handle(sender, message)
 
         self._loop, self._on_wakeup = loop, wakeup
         loop.add_reader(self._fd, wakeup)
+        self._waking = True
         loop.call_soon(wakeup)
 
     def register(self, poller: zmq.Poller) -> None:

@@ -67,6 +67,7 @@ class SmallWorld:
     def take_order(self, reader: int = 0) -> Order | None:
         """Give the reader its next order."""
         order = self.residency.next_order(reader, 0.0)
+        self.residency.refill()
         if order is not None:
             self.held.setdefault(reader, deque()).append(order)
         return order
