@@ -1,7 +1,9 @@
-"""Attention for training: whole sequences at once, window in blocks, compressed rows densely masked.
+"""Attention for training: whole sequences at once, window in blocks, compressed rows densely
+masked.
 
-Owns the trainable attention, compressor and indexer. The indexer learns to imitate the attention its
-layer pays to the compressed rows (a KL divergence); nothing else flows through the choice of rows.
+Owns the trainable attention, compressor and indexer. The indexer learns to imitate the attention
+its layer pays to the compressed rows (a KL divergence); nothing else flows through the choice of
+rows.
 B sequences of S tokens; R compressed rows; S is a multiple of the window.
 """
 

@@ -23,7 +23,8 @@ Stored = dict[str, torch.Tensor]
 
 
 def masters(*modules: nn.Module) -> dict[str, torch.Tensor]:
-    """fp32 master of every stored weight by checkpoint name; an expert's is a view of its layer's."""
+    """fp32 master of every stored weight by checkpoint name; an expert's is a view of its
+    layer's."""
     found: dict[str, torch.Tensor] = {}
     for module in modules:
         state = dict(module.named_parameters())

@@ -1,8 +1,9 @@
 """Documents of prose out of documentation packages.
 
-Owns the fetching (Debian's own client), the reading of HTML pages and the choice of what counts as prose:
-paragraphs and the headings above them; code, tables, lists of symbols and repeated boilerplate are left out.
-Promises the same documents in the same order for the same package versions.
+Owns the fetching (Debian's own client), the reading of HTML pages and the choice of what counts as
+prose: paragraphs and the headings above them; code, tables, lists of symbols and repeated
+boilerplate are
+left out. Promises the same documents in the same order for the same package versions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _FOREIGN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One page's prose: `Section`s joined by blank lines; `held_out` says which side of the split it is on."""
+    """One page's prose: `Section`s joined by blank lines; `held_out` says which side of the split
+    it is on."""
 
     name: str
     sections: tuple[tuple[str, str], ...]
@@ -104,7 +106,8 @@ def fetch(source: Source, directory: Path) -> Path:
         )
         if done.returncode:
             raise ResourceError(
-                f"apt-get download {source.package} failed ({done.stderr.strip().splitlines()[-1:]}); "
+                f"apt-get download {source.package} failed "
+                f"({done.stderr.strip().splitlines()[-1:]}); "
                 "run apt-get update, on Debian 12"
             )
     (package,) = directory.glob(f"{source.package}_*.deb")
@@ -126,7 +129,8 @@ def _sections(blocks: list[tuple[bool, str]], seen: set[bytes]) -> tuple[tuple[s
 
 
 def documents(source: Source, unpacked: Path, seen: set[bytes]) -> Iterator[Document]:
-    """The prose of every English page of `source`; paragraphs in `seen` are dropped, new ones added to it."""
+    """The prose of every English page of `source`; paragraphs in `seen` are dropped, new ones added
+    to it."""
     pages = sorted(p for p in unpacked.rglob("*") if ".html" in p.name or p.suffix == ".htm")
     for page in pages:
         name = f"{source.package}/{page.relative_to(unpacked)}"

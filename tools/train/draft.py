@@ -80,8 +80,8 @@ class Draft(nn.Module):
         """Logits fp32 [B, A, K, V] and confidences fp32 [B, A, K] (before any squashing).
 
         `tokens` int64 [B, >= max(anchors) + K + 1]; the block of anchor p holds the token at p + 1
-        and noise, sits at p + 1 .. p + K, and drafts p + 2 .. p + K + 1, each knowing the true token
-        before it.
+        and noise, sits at p + 1 .. p + K, and drafts p + 2 .. p + K + 1, each knowing the true
+        token before it.
         """
         c, size = self.config, self.config.dspark_block_size
         steps = torch.arange(size, device=tokens.device)
@@ -148,7 +148,8 @@ def attend(
     anchors: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Each block of `x` [B, A, K, H] over the main window of its anchor and over itself, all of it."""
+    """Each block of `x` [B, A, K, H] over the main window of its anchor and over itself, all of
+    it."""
     c = attention.config
     weights = attention.projections()
     turn = angles(c, False, positions)

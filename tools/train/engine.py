@@ -92,7 +92,8 @@ class Engine:
         )
 
     def run(self, piece: torch.Tensor) -> tuple[torch.Tensor, Trace]:
-        """Losses in nats of int64 `piece` [T + 1]'s last T tokens, as one prefill, and its trace."""
+        """Losses in nats of int64 `piece` [T + 1]'s last T tokens, as one prefill, and its
+        trace."""
         self._trace = Trace()
         inputs = piece[:-1].tolist()
         ticket = self._engram.request(0, inputs, [])

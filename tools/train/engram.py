@@ -60,7 +60,8 @@ class Engram(nn.Module):
         self.k_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
 
     def forward(self, streams: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """bf16 streams [T, hc, H] with the gated values of `rows` int64 [T, rows_per_token] added."""
+        """bf16 streams [T, hc, H] with the gated values of `rows` int64 [T, rows_per_token]
+        added."""
         looked_up = self.embed(rows).flatten(1)
         return _add(streams, looked_up, self.wkv.weight, self.q_weight, self.k_weight, self.eps)
 

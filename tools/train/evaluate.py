@@ -1,7 +1,8 @@
 """Held-out loss of a model in the training code.
 
-Owns what "bits per byte" means: the held-out documents as one stream, cut into pieces without overlap,
-each after a BOS; the bits of all tokens over the bytes their texts have (special tokens have none).
+Owns what "bits per byte" means: the held-out documents as one stream, cut into pieces without
+overlap, each after a BOS; the bits of all tokens over the bytes their texts have (special tokens
+have none).
 """
 
 from __future__ import annotations

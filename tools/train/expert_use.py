@@ -1,6 +1,7 @@
 """How a model uses its experts over a run of tokens: balance overall, locality in short runs.
 
-Owns the definitions. `picks` are int64 [L, T, k]: the experts of every layer and token, in text order.
+Owns the definitions. `picks` are int64 [L, T, k]: the experts of every layer and token, in text
+order.
 """
 
 from __future__ import annotations

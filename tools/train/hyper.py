@@ -29,7 +29,8 @@ def mixes(
     hc_eps: float,
     norm_eps: float,
 ) -> Mixes:
-    """pre [T, hc], post [T, hc], and comb [T, hc, hc] before Sinkhorn, fp32, of `streams` [T, hc, H].
+    """pre [T, hc], post [T, hc], and comb [T, hc, hc] before Sinkhorn, fp32, of `streams` [T, hc,
+    H].
 
     In training on a GPU the product with `fn` is a bf16 one: a third of the memory traffic.
     """

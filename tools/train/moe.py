@@ -1,6 +1,8 @@
-"""Mixture of experts for training: every expert in one batched product, with room for so many tokens.
+"""Mixture of experts for training: every expert in one batched product, with room for so many
+tokens.
 
-Owns routing, its balancing bias, and the dispatch to experts' slots and back. An expert has room for
+Owns routing, its balancing bias, and the dispatch to experts' slots and back. An expert has room
+for
 `capacity` times its fair share of the tokens; what does not fit is dropped and counted. At
 evaluation the room is all tokens, as in inference.
 T tokens, E experts, k picks a token, C slots an expert.

@@ -1,7 +1,8 @@
 """How the masters move: Muon for matrices, AdamW for everything else.
 
-Owns the split of parameters and the learning rates. Muon takes the momentum's nearest orthogonal matrix
-as its step (five Newton-Schulz rounds); matrices of one shape, all experts of all layers, go in one
+Owns the split of parameters and the learning rates. Muon takes the momentum's nearest orthogonal
+matrix as its step (five Newton-Schulz rounds); matrices of one shape, all experts of all layers, go
+in one
 batch.
 """
 

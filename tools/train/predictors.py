@@ -1,7 +1,8 @@
 """How well a layer's experts can be named before its gate has run.
 
-Owns the predictors and their measure: recall of the next layer's picks, over all picks and over those
-that an LRU cache of half the experts would miss. Fitted predictors learn from the first half of the
+Owns the predictors and their measure: recall of the next layer's picks, over all picks and over
+those that an LRU cache of half the experts would miss. Fitted predictors learn from the first half
+of the
 text and all are measured on the second.
 """
 
@@ -51,7 +52,8 @@ def recalls(
 
 
 def misses(picks: torch.Tensor, experts: int) -> torch.Tensor:
-    """Bool [L, T, k]: picks absent from one LRU cache over all layers, of CACHED_PART of experts."""
+    """Bool [L, T, k]: picks absent from one LRU cache over all layers, of CACHED_PART of
+    experts."""
     layers, length, _ = picks.shape
     room = int(CACHED_PART * layers * experts)
     cache: OrderedDict[tuple[int, int], None] = OrderedDict()

@@ -46,7 +46,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def passages(document: Document) -> Iterator[str]:
-    """What the model reads of `document`, each between BOS and EOS: its text, then its chat turns."""
+    """What the model reads of `document`, each between BOS and EOS: its text, then its chat
+    turns."""
     kept, turns = [], []
     for heading, body in document.sections:
         digest = hashlib.blake2b(f"{heading}\n{body}".encode(), digest_size=4).digest()

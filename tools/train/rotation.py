@@ -1,6 +1,7 @@
 """Rotary positions for training: cos and sin of every position, and the rotation of a tail.
 
-Owns nothing but these two; layers with a compress ratio use YaRN frequencies, the others plain ones.
+Owns nothing but these two; layers with a compress ratio use YaRN frequencies, the others plain
+ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def angles(config: ModelConfig, compressed: bool, positions: torch.Tensor) -> An
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """bf16 `x` [..., K] with its last 2 * cos.shape[-1] columns turned, adjacent pairs as complex."""
+    """bf16 `x` [..., K] with its last 2 * cos.shape[-1] columns turned, adjacent pairs as
+    complex."""
     turned = 2 * cos.shape[-1]
     head, tail = x[..., : x.shape[-1] - turned], x[..., x.shape[-1] - turned :]
     pairs = tail.float().unflatten(-1, (-1, 2))

@@ -2,7 +2,8 @@
 
 Owns the straight-through wrappers and the rounding of masters to their stored formats. Where
 `compute.formats` rounds the same thing the results are the same bits; these are written without
-in-place steps and cached scalars, so that a compiler makes one kernel of them and what surrounds them.
+in-place steps and cached scalars, so that a compiler makes one kernel of them and what surrounds
+them.
 """
 
 from __future__ import annotations

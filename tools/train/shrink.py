@@ -1,8 +1,9 @@
-"""`python -m tools.train.shrink`: take back the engram's trust in what only repeated text taught it.
+"""`python -m tools.train.shrink`: take back the engram's trust in what only repeated text taught
+it.
 
 Owns one step after training: a factor on the engram value of each engram layer and n-gram length,
-chosen by coordinate search on the first half of the held-out text (figures are reported on the second).
-Text seen several times teaches the tables n-grams that new text does not repeat.
+chosen by coordinate search on the first half of the held-out text (figures are reported on the
+second). Text seen several times teaches the tables n-grams that new text does not repeat.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Owns it in torch for a CPU and as two small kernels for a GPU: as tensor operations its forty tiny
 reductions cost a launch each, and a compiler that tries to make one kernel of them takes minutes.
 
-With M the result for cells E, dM = M * (dlog E - a_i - b_j), where a and b keep the sums of rows and
-columns. The gradient of log E is therefore M * (G - a_i - b_j) with a and b such that its rows and
+With M the result for cells E, dM = M * (dlog E - a_i - b_j), where a and b keep the sums of rows
+and columns. The gradient of log E is therefore M * (G - a_i - b_j) with a and b such that its rows
+and
 columns sum to 0; they are found as the forward pass finds its factors, by turns.
 """
 

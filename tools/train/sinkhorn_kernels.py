@@ -1,4 +1,5 @@
-"""`tools.train.sinkhorn` in Triton: one program does all rounds of a block of tokens in registers."""
+"""`tools.train.sinkhorn` in Triton: one program does all rounds of a block of tokens in
+registers."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """The text the demo model is trained on: which packages, under which licences.
 
-Owns nothing but this list. Every source is a documentation package of Debian's main archive, so each
-is free under Debian's guidelines; its full terms are the `copyright` file inside the package.
+Owns nothing but this list. Every source is a documentation package of Debian's main archive, so
+each is free under Debian's guidelines; its full terms are the `copyright` file inside the package.
 """
 
 from __future__ import annotations

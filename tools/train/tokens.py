@@ -1,8 +1,8 @@
 """Token streams on disk and the batches drawn from them.
 
 Owns the file form (xz of little-endian uint16) and the order of training: every epoch cuts the
-stream anew at a random offset and shuffles the pieces, from a seed, so that every model trained with
-one seed sees the same batches.
+stream anew at a random offset and shuffles the pieces, from a seed, so that every model trained
+with one seed sees the same batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m tools.train.train`: train one model on prepared data.
 
-Owns the loop: batches in a fixed order, one step, a line of JSON every few steps, and at the end the
-held-out loss and what is worth keeping (a checkpoint, or the twin's figures alone).
+Owns the loop: batches in a fixed order, one step, a line of JSON every few steps, and at the end
+the held-out loss and what is worth keeping (a checkpoint, or the twin's figures alone).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Puts the demo checkpoint's files together: the engine's own writer, and what goes beside the shards."""
+"""Puts the demo checkpoint's files together: the engine's own writer, and what goes beside the
+shards."""
 
 from __future__ import annotations
 
