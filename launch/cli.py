@@ -16,6 +16,7 @@ import click
 from launch.bench.commands import group_command, io_command, ipc_command, trace_command
 from launch.chat import chat_command
 from launch.check import check_command
+from launch.doctor.command import doctor_command
 from launch.generate import generate_command
 from launch.server.command import serve_command
 from launch.settings import Settings, options_command
@@ -38,6 +39,7 @@ def cli(context: click.Context, config: Path | None) -> None:
 
     \b
     headrace check DIR                         is this checkpoint whole, and what does it need?
+    headrace doctor DIR                        what this machine gives, and what to mend
     headrace generate DIR --prompt "Hello"     read the model's answer
     headrace chat DIR                          talk to the model
     headrace serve DIR                         an OpenAI-compatible server, and a page to watch it
@@ -59,6 +61,7 @@ cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(synth_command)
 cli.add_command(serve_command)
+cli.add_command(doctor_command)
 cli.add_command(top_command)
 cli.add_command(chat_command)
 cli.add_command(options_command)

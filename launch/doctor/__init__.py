@@ -1,0 +1,1 @@
+"""`headrace doctor`: what this machine gives, what the checkpoint needs, and what follows."""
