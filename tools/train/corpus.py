@@ -25,10 +25,13 @@ SHORTEST_PARAGRAPH = 60
 SHORTEST_DOCUMENT = 300
 HELD_OUT_IN = 100
 _SPACES = re.compile(r"\s+")
-_LANGUAGE = "zh|ja|ko|de|fr|es|it|pt|ru|pl|cs|da|el|hr|hu|id|nb|nl|ro|sv|tr|"
+_LANGUAGE = (
+    "zh|ja|ko|de|fr|es|it|pt|ru|pl|cs|da|el|hr|hu|id|nb|nl|ro|sv|tr|"
     "vi|ar|fa|uk|ca|eu|fi|lt|sk|nn|ga"
+)
 _FOREIGN = re.compile(
-    rf"translations|/({_LANGUAGE}|(?!en-US/)[a-z]{{2}}[-_][A-Za-z]{{2,4}})/|\.({_LANGUAGE}|pt-br|zh-cn)(\.|$)"
+    rf"translations|/({_LANGUAGE}|(?!en-US/)[a-z]{{2}}[-_][A-Za-z]{{2,4}})/"
+    rf"|\.({_LANGUAGE}|pt-br|zh-cn)(\.|$)"
 )
 
 
