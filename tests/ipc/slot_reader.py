@@ -41,7 +41,7 @@ class Work:
     seed: int
     experts: int = 6  # of each layer, so that much is used again
     layers: int = 2
-    picks: int = 3
+    picks: int = 4
     pause: float = 0.002
     lets_go_early: bool = False
 
