@@ -18,7 +18,7 @@ from launch.synth.tokenizer import IMAGE, make_tokenizer
 from launch.synth.weights import RandomWeights
 from launch.synth.writer import checkpoint_bytes, write_checkpoint
 from protocol.config import ModelConfig
-from protocol.errors import ResourceError, UsageError
+from protocol.errors import CheckpointError, ResourceError, UsageError
 
 # What headers and the tokenizer take beside the tensors.
 SLACK_BYTES = 64 << 20
@@ -61,7 +61,7 @@ def synth_command(
     headrace synth /nvme/wide --preset wide --layers 40 --experts 64
     headrace synth /tmp/odd --set sliding_window=32 --set hidden_size=256
     """
-    if directory.exists() and any(directory.iterdir()) and not force:
+    if directory.is_dir() and any(directory.iterdir()) and not force:
         raise UsageError(f"{directory}: is not empty; choose another or give --force")
     chosen = {"num_hidden_layers": layers, "n_routed_experts": experts, "vocab_size": vocab}
     overrides = {name: value for name, value in chosen.items() if value is not None}
@@ -83,15 +83,18 @@ def synthesize(
     if engram_rows is not None:
         probe = text_config(preset, changes)
         heads = (probe["engram_max_ngram_size"] - 1) * probe["engram_n_heads"]
-        changes = {**changes, "engram_vocab_size": max(2, engram_rows // heads)}
+        changes = {**changes, "engram_vocab_size": max(2, engram_rows // max(1, heads))}
     text = text_config(preset, changes)
     tokenizer = make_tokenizer(text["vocab_size"])
     token_map = TokenMap.from_tokenizer(tokenizer, text["vocab_size"])
     text["engram_compressed_vocab_size"] = token_map.size
     document = config_json(text, tokenizer.get_vocab(with_added_tokens=True)[IMAGE])
-    config = ModelConfig.from_dict(document, directory / "config.json")
+    try:
+        config = ModelConfig.from_dict(document, directory / "config.json")
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
     total = checkpoint_bytes(config)
-    _require_room(directory, total)
+    _make_room(directory, total)
     documents = {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps({"add_bos_token": False, "add_eos_token": False}),
@@ -120,17 +123,18 @@ def synthesize(
     return config
 
 
-def _require_room(directory: Path, total: int) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise ResourceError(f"{directory}: cannot be made ({error.strerror})") from None
+def _make_room(directory: Path, total: int) -> None:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if total + SLACK_BYTES > free:
         raise ResourceError(
             f"{directory}: the checkpoint takes {format_size(total)} and {format_size(free)} are "
             "free; choose fewer layers or experts, or another disk"
         )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"{directory}: cannot be made ({error.strerror})") from None
 
 
 def _parse_change(text: str) -> tuple[str, Any]:

@@ -122,6 +122,11 @@ def text_config(preset: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(changes) - set(_RELEASED))
     if unknown:
         raise UsageError(f"no such config key: {', '.join(unknown)}")
+    for key, value in changes.items():
+        released = _RELEASED[key]
+        # A whole number is a fine float, as in the release's own file.
+        if type(value) is not type(released) and (type(released), type(value)) != (float, int):
+            raise UsageError(f"{key} is {value!r}, expected something like {released!r}")
     text = {**_RELEASED, **PRESETS[preset], **changes}
     layers = text["num_hidden_layers"]
     if layers < LEAST_LAYERS:

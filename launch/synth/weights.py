@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,8 @@ import numpy.typing as npt
 from launch.synth.writer import nbytes
 from protocol.tensor_table import TILE, TensorSpec
 
-POOL = 1 << 22
+# Bytes or floats in a pool. A prime, so that no two rows of a table fall on the same ones.
+POOL = 4_194_301
 # e4m3 codes of values that spread over the format's range, and of how large those are.
 _FP8_DEVIATION = 24.0
 # The root mean square of e2m1 values, every code equally often.
@@ -45,7 +47,7 @@ class RandomWeights:
             case "F8_E8M0":
                 yield from self._scales(name, spec, offset)
             case _:
-                yield self._small(name, spec, offset)
+                yield from self._floats(name, spec, offset)
 
     def _scales(self, name: str, spec: TensorSpec, offset: int) -> Iterator[bytes]:
         columns = spec.shape[1] * TILE
@@ -60,15 +62,16 @@ class RandomWeights:
         pool = (exponent + (self._fp4 & 1)).astype(np.uint8)
         yield from _stream(pool, offset, nbytes(spec))
 
-    def _small(self, name: str, spec: TensorSpec, offset: int) -> bytes:
+    def _floats(self, name: str, spec: TensorSpec, offset: int) -> Iterator[bytes]:
         """A tensor of full-width floats: norms, biases, the router, embedding and head."""
-        count = math.prod(spec.shape)
-        values = np.resize(np.roll(self._normal, -offset), count) * _deviation(name, spec)
-        if name.endswith("norm.weight") or name.endswith("hc_attn_scale"):
-            values += 1.0
-        if spec.dtype == "F32":
-            return values.astype("<f4").tobytes()
-        return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        deviation = _deviation(name, spec)
+        mean = 1.0 if name.endswith(("norm.weight", "hc_attn_scale")) else 0.0
+        for piece in _pieces(self._normal, offset, math.prod(spec.shape)):
+            values = (piece * deviation + mean).astype("<f4")
+            if spec.dtype == "BF16":
+                yield (values.view("<u4") >> 16).astype("<u2").tobytes()
+            else:
+                yield values.tobytes()
 
 
 def _deviation(name: str, spec: TensorSpec) -> float:
@@ -84,8 +87,13 @@ def _deviation(name: str, spec: TensorSpec) -> float:
 
 
 def _stream(pool: npt.NDArray[np.uint8], offset: int, count: int) -> Iterator[bytes]:
+    return (piece.tobytes() for piece in _pieces(pool, offset, count))
+
+
+def _pieces(pool: npt.NDArray[Any], offset: int, count: int) -> Iterator[npt.NDArray[Any]]:
+    """`count` elements of the pool from `offset` on, round and round."""
     while count:
-        piece = pool[offset : offset + count].tobytes()
+        piece = pool[offset : offset + count]
         yield piece
         count -= len(piece)
         offset = 0

@@ -2,7 +2,8 @@
 
 Owns how files are laid out: one shard each for the embedding, every layer, the head, every draft
 layer and every engram layer; inside a shard tensors lie by dtype, so that an expert's three weights
-are neighbours and so are its three scales. A directory is whole or has no index.
+are neighbours and so are its three scales. A directory is whole or has no index, and no file in it
+is cut short: one takes its name when it is complete.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from protocol.config import ModelConfig
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, ResourceError
 from protocol.shards import DTYPE_BITS, INDEX_NAME
 from protocol.tensor_table import TensorSpec, expected_tensors
 
@@ -46,8 +48,8 @@ def write_checkpoint(
 ) -> None:
     """Write config, shards, `documents` (further files by name) and, last of all, the index.
 
-    `on_bytes(count)` is called as bytes are written. Raises HeadraceError where a tensor's pieces
-    do not add up to its size.
+    `on_bytes(count)` is called as bytes are written. Raises ResourceError where a file cannot be
+    written, HeadraceError where a tensor's pieces do not add up to its size.
     """
     config = ModelConfig.from_dict(config_json, directory / "config.json")
     index = directory / INDEX_NAME
@@ -89,8 +91,7 @@ def _write_shard(
         position = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with _whole_or_absent(path) as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for name, spec in tensors:
             written = 0
@@ -100,10 +101,22 @@ def _write_shard(
                 on_bytes(len(piece))
             if written != nbytes(spec):
                 raise HeadraceError(f"{name}: {written} bytes were made, expected {nbytes(spec)}")
-    os.replace(partial, path)
 
 
 def _write_text(path: Path, text: str) -> None:
+    with _whole_or_absent(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _whole_or_absent(path: Path) -> Iterator[BinaryIO]:
+    """A file that is called `path` once it is complete, and is gone where it never gets there."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        partial.unlink(missing_ok=True)
