@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-from rich.progress import Progress as ProgressBar
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
-from engram_io.rows import locate_tables
+from engram_io.hashing import NgramHash
 from engram_io.token_map import TokenMap
 from expert_io.slices import SliceMap
+from launch.contents import (
+    check_scales,
+    read_digests,
+    record_digests,
+    scale_tensors,
+    verify_digests,
+)
 from launch.foreground import console
 from launch.group import load_tokenizer
 from launch.memory import dense_bytes, in_flight_slots, minimum_slots
 from launch.options import format_size
 from protocol.config import ModelConfig
-from protocol.errors import CheckpointError
 from protocol.shards import Shards, TensorEntry
 
-NAN_SCALE = 255
 PIECE_BYTES = 4 << 20
-BLOCK_BYTES = 16 << 20
+# Of a table that goes to a file.
+WIDTH = 100
+# The map of the released tokenizer: 99,092 classes, and SHA-256 of it as little-endian int32.
+RELEASED_CLASSES = 99_092
+RELEASED_MAP_SHA256 = "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59fe46481"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +73,7 @@ def inspect(directory: Path) -> Findings:
     shards = Shards.open(directory, config)
     load_tokenizer(directory)
     token_map = TokenMap.load(directory, config)
-    locate_tables(shards, config)
+    NgramHash.from_config(config, token_map.classes, directory / "config.json")
     slices = SliceMap.build(config, shards, PIECE_BYTES)
     least = minimum_slots(config, in_flight_slots(config))
     every = config.num_hidden_layers * config.n_routed_experts
@@ -73,7 +91,7 @@ def inspect(directory: Path) -> Findings:
         least_cache_bytes=least * slices.slot_bytes,
         full_cache_bytes=every * slices.slot_bytes,
         reads_per_expert=pieces / every,
-        warnings=shards.warnings,
+        warnings=(*shards.warnings, *_hash_warnings(config, token_map)),
     )
 
 
@@ -94,55 +112,84 @@ def _kind(name: str) -> str:
     return "dense" if name.startswith(("layers.", "embed.", "head.", "norm.")) else "vision"
 
 
-def check_scales(shards: Shards) -> int:
-    """Read every e8m0 scale; the number read. Raises CheckpointError naming a tensor with a NaN."""
-    scales = [entry for entry in shards.tensors.values() if entry.dtype == "F8_E8M0"]
-    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading scales", total=sum(entry.nbytes for entry in scales))
-        for entry in scales:
-            _check_one(entry)
-            bar.advance(task, entry.nbytes)
-    return sum(math.prod(entry.shape) for entry in scales)
-
-
-def _check_one(entry: TensorEntry) -> None:
-    with entry.path.open("rb") as file:
-        file.seek(entry.offset)
-        left = entry.nbytes
-        while left:
-            block = file.read(min(left, BLOCK_BYTES))
-            if not block:
-                raise CheckpointError(f"{entry.path}: ends inside {entry.name}; fetch it again")
-            if np.frombuffer(block, np.uint8).max() == NAN_SCALE:
-                raise CheckpointError(
-                    f"{entry.path}: {entry.name} has a scale that is not a number (byte 255); "
-                    "fetch the file again"
-                )
-            left -= len(block)
+def _hash_warnings(config: ModelConfig, token_map: TokenMap) -> list[str]:
+    """A tokenizer of as many classes as the release's, which maps its tokens otherwise."""
+    if config.engram_compressed_vocab_size != RELEASED_CLASSES or (
+        token_map.digest == RELEASED_MAP_SHA256
+    ):
+        return []
+    return [
+        f"tokenizer.json: has the release's {RELEASED_CLASSES} classes for the engram hash but not "
+        f"its map (sha256 {token_map.digest[:12]}, the release's {RELEASED_MAP_SHA256[:12]}); with "
+        "the released engram tables every answer would be wrong, fetch tokenizer.json again"
+    ]
 
 
 @click.command("check")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--deep", is_flag=True, help="Also read every scale and look for NaN.")
+@click.option(
+    "--record", type=click.Path(path_type=Path), help="Write a digest of every tensor to this file."
+)
+@click.option(
+    "--verify", type=click.Path(path_type=Path), help="Compare every tensor with such a file."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def check_command(directory: Path, deep: bool, as_json: bool) -> None:
+def check_command(
+    directory: Path, deep: bool, record: Path | None, verify: Path | None, as_json: bool
+) -> None:
     """Check the checkpoint in DIR and say what it holds and needs.
 
     Reads the config, the index, every shard's header and the tokenizer, not the weights; --deep
     reads the scales too. Exit code 3 and one line for the first thing that is wrong.
+
+    A bit that turns on disk changes the answers a little and nothing else. --record once after the
+    download and --verify later find it; both read everything.
+
+    \b
+    headrace check DIR
+    headrace check DIR --deep --json
+    headrace check DIR --record DIR.digests
+    headrace check DIR --verify DIR.digests
     """
+    recorded = read_digests(verify) if verify else None
     found = inspect(directory)
+    shards = Shards.open(directory, ModelConfig.load(directory))
     read: dict[str, Any] = {}
     if deep:
-        config = ModelConfig.load(directory)
-        read["scales_read"] = check_scales(Shards.open(directory, config))
+        with _reading("scales", scale_tensors(shards)) as on_bytes:
+            read["scales_read"] = check_scales(shards, on_bytes)
+    if recorded is not None:
+        with _reading("all tensors", shards.tensors.values()) as on_bytes:
+            read["tensors_verified"] = verify_digests(shards, recorded, on_bytes)
+    if record is not None:
+        with _reading("all tensors", shards.tensors.values()) as on_bytes:
+            read["tensors_recorded"] = record_digests(shards, record, on_bytes)
     if as_json:
         fields = {name: getattr(found, name) for name in found.__slots__}
         click.echo(json.dumps({"directory": str(directory), **fields, **read}, indent=2))
         return
     for warning in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}")
-    console.print(_table(directory, found, read))
+    width = None if sys.stdout.isatty() else WIDTH
+    Console(highlight=False, width=width).print(_table(directory, found, read))
+
+
+@contextmanager
+def _reading(what: str, entries: Iterable[TensorEntry]) -> Iterator[Callable[[int], None]]:
+    """A progress line for reading `entries`; gives what is to be called with the bytes read."""
+    with Progress(
+        TextColumn(f"reading {what}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=sum(entry.nbytes for entry in entries))
+        yield lambda count: progress.advance(task, count)
 
 
 def _table(directory: Path, found: Findings, read: dict[str, Any]) -> Table:
@@ -169,6 +216,11 @@ def _table(directory: Path, found: Findings, read: dict[str, Any]) -> Table:
     )
     table.add_row("every expert cached", format_size(found.full_cache_bytes))
     table.add_row("reads an expert", f"{found.reads_per_expert:.1f}")
-    if read:
-        table.add_row("scales", f"{read['scales_read']} read, none is NaN")
+    for key, row, says in (
+        ("scales_read", "scales", "read, none is NaN"),
+        ("tensors_verified", "digests", "tensors verified, none has changed"),
+        ("tensors_recorded", "digests", "tensors recorded"),
+    ):
+        if key in read:
+            table.add_row(row, f"{read[key]} {says}")
     return table
