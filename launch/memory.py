@@ -170,5 +170,6 @@ def _check_pin(options: GroupOptions, plan: MemoryPlan) -> None:
     if soft != resource.RLIM_INFINITY and plan.arena_bytes > soft:
         raise ResourceError(
             f"--pin on needs {format_size(plan.arena_bytes)} of locked memory, RLIMIT_MEMLOCK "
-            f"allows {format_size(soft)}; raise it (ulimit -l unlimited) or use --pin off"
+            f"allows {format_size(soft)}; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity for "
+            "systemd, --ulimit memlock=-1 for docker) or use --pin off"
         )
