@@ -6,6 +6,7 @@ text goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -71,26 +72,39 @@ for command in (io_command, ipc_command, group_command, trace_command):
 
 def main() -> None:
     """Entry point of `headrace` and of launch.py; never returns."""
+    code = _run()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.flush()
+    # Everything is stopped by now. Taking the interpreter apart would add a second on a busy
+    # machine, where Ctrl-C promises to be over within two.
+    os._exit(code)
+
+
+def _run() -> int:
+    """Run the command that was asked for; the exit code, with the error said."""
     try:
         cli.main(standalone_mode=False)
     except HeadraceError as error:
         click.echo(f"headrace: {error}", err=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except click.ClickException as error:
         error.show()
-        sys.exit(2)
+        return 2
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else 1
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        # The reader of the text has gone, as `| head` does; a flush at exit would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        # The reader of the text has gone, as `| head` does.
+        return 1
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
         click.echo(f"headrace: {describe(error)}", err=True)
-        sys.exit(1)
-    sys.exit(0)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from launch.memory import available_memory, on_gpu
 
 NETWORK_FILE_SYSTEMS = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"))
@@ -44,6 +42,9 @@ class Machine:
 
 def look(checkpoint: Path) -> Machine:
     """This machine, with the disk that `checkpoint` is on."""
+    # Seconds to load, which no other command should wait for.
+    import torch
+
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     gpu = _gpu()
     return Machine(
@@ -62,6 +63,8 @@ def look(checkpoint: Path) -> Machine:
 
 
 def _gpu() -> Gpu | None:
+    import torch
+
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 BLOCK = 4096
 SECONDS = 1.0
 READERS = (1, 2, 4, 8)
@@ -132,6 +130,9 @@ class MemorySpeed:
 
 def measure_memory(device: str) -> MemorySpeed:
     """Time copies inside the memory of `device`, which read and write, and copies to it."""
+    # Seconds to load, which no other command should wait for.
+    import torch
+
     source = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     if device == "cpu":

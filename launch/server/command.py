@@ -11,7 +11,6 @@ from launch.command_options import with_group_options
 from launch.foreground import console, run_foreground, running_group
 from launch.group import ProcessGroup
 from launch.options import GroupOptions, parse_size
-from launch.server.http import running_server
 from launch.server.options import ServerOptions
 from launch.snapshot_options import with_snapshot_options
 
@@ -51,6 +50,9 @@ def serve_command(group: GroupOptions, max_body: str, quiet: bool, **server: Any
     headrace serve DIR --port 9000 --cache 64GiB
     HEADRACE_API_KEY=… headrace serve DIR --host 0.0.0.0
     """
+    # An HTTP server's libraries are many modules, which no other command should wait for.
+    from launch.server.http import running_server
+
     options = ServerOptions(max_body=parse_size(max_body), **server)
 
     async def main() -> None:
