@@ -30,10 +30,11 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:
-    """bf16 [n, r, c] with singular values near 1 and the singular vectors of `x` [n, r, c]."""
+    """[n, r, c] with singular values near 1 and the singular vectors of `x` [n, r, c]."""
     a, b, c = _COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
-    x = x.to(torch.bfloat16)
+    # A CPU multiplies bf16 matrices far slower than fp32 ones.
+    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
     x = x.transpose(1, 2) if tall else x
     x = x / (x.float().norm(dim=(1, 2), keepdim=True) + 1e-7).to(x.dtype)
     for _ in range(5):
