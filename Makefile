@@ -6,14 +6,14 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_CHECKPOINT := $(firstword $(wildcard demo) tests/golden/data/mini)
-DEMO_PROMPT ?= To read a file line by line in Python, use the
+DEMO_PROMPT ?= The open() function returns
 
 .PHONY: demo test test-browser lint clean
 
 demo: $(VENV)/installed
 	@echo "--- generating from $(DEMO_CHECKPOINT), whose experts do not all fit in the cache"
 	$(BIN)/headrace generate $(DEMO_CHECKPOINT) --raw --prompt "$(DEMO_PROMPT)" \
-		--max-tokens 100 --temperature 0.7 --top-p 0.95 --cache 40% --readers 2 --threads 1
+		--max-tokens 100 --temperature 0.7 --top-p 0.95 --seed 1 --cache 40% --readers 2 --threads 1
 
 test: $(VENV)/installed-test lint
 	@echo "--- tests"
