@@ -6,7 +6,9 @@ import torch
 
 from compute.sequence import GrowingRows, SequenceState
 from tests.golden.cases import case
-from tests.golden.harness import CPU, Mini, config
+from tests.golden.harness import Mini, config
+
+CPU = torch.device("cpu")
 
 
 def test_growing_rows_keep_every_row_over_many_appends() -> None:

@@ -18,7 +18,9 @@ from protocol.errors import CheckpointError
 from protocol.shards import Shards, TensorEntry
 from tests.golden import harness
 from tests.golden.cases import MINI
-from tests.golden.harness import CPU, config
+from tests.golden.harness import config
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
