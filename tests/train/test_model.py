@@ -89,7 +89,7 @@ def test_a_few_steps_learn_one_batch() -> None:
     batch = torch.randint(3, 60, (1, 33))
     anchors = torch.tensor([3, 20])
     first = last = 0.0
-    for step in range(4):
+    for _ in range(4):
         done = model(batch[:, :-1])
         loss = losses(done.hidden.flatten(0, 1), model.head.weight, batch[:, 1:].flatten()).mean()
         of_draft, _ = draft_loss(*draft(model, done, batch, anchors), batch, anchors)

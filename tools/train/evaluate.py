@@ -24,11 +24,6 @@ from tools.train.tokenizer import bytes_per_id
 SEQUENCES = 8
 
 
-def mean_loss(model: nn.Module, pieces: npt.NDArray[np.int64]) -> float:
-    """Nats a token over `pieces` [n, length + 1]."""
-    return _nats(model, pieces)[0] / pieces[:, 1:].size
-
-
 @torch.no_grad()
 def _nats(model: nn.Module, pieces: npt.NDArray[np.int64]) -> tuple[float, list[torch.Tensor]]:
     """Loss in nats over all tokens, and of a `Model` each batch's expert loads [layers, E]."""
