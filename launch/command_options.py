@@ -65,6 +65,7 @@ _OPTIONS = (
     click.option(
         "--keep",
         "kept_bytes",
+        type=str,
         default=_DEFAULTS["kept_bytes"],
         show_default=format_size(_DEFAULTS["kept_bytes"]),
         metavar="SIZE",
