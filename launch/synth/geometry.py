@@ -2,7 +2,7 @@
 
 `mini` is small enough for tests, `wide` has the released widths. The layer pattern scales with the
 number of layers as the release has it: two window-only layers, ratio 2 up to the middle, ratio 1
-after it.
+after it; engram rows in the second layer and about a third of the way through.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 from engram_io.hashing import table_primes
 from protocol.errors import UsageError
 
-LEAST_LAYERS = 3  # one of each ratio's kinds that a forward pass can have, and an engram layer
-ENGRAM_LAYERS = (1, 14)
-DRAFT_LAYERS = 1
+LEAST_LAYERS = 3  # two with a window only and one with compressed KV
 
 _RELEASED: dict[str, Any] = {
     "model_type": "deepseek_v41_text",
@@ -69,7 +67,7 @@ _RELEASED: dict[str, Any] = {
     "engram_n_heads": 8,
     "engram_head_dim": 256,
     "engram_pad_token_id": 2,
-    "num_nextn_predict_layers": DRAFT_LAYERS,
+    "num_nextn_predict_layers": 3,
     "dspark_block_size": 5,
     "dspark_markov_rank": 256,
     "dspark_n_routed_experts": 128,
@@ -99,6 +97,7 @@ _MINI: dict[str, Any] = {
     "engram_vocab_size": 200,
     "engram_n_heads": 2,
     "engram_head_dim": 32,
+    "num_nextn_predict_layers": 2,
     "dspark_block_size": 3,
     "dspark_markov_rank": 32,
     "dspark_n_routed_experts": 8,
@@ -111,6 +110,7 @@ _WIDE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "n_routed_experts": 16,
     "engram_vocab_size": 20000,
+    "num_nextn_predict_layers": 1,
     "dspark_n_routed_experts": 4,
 }
 
@@ -132,7 +132,7 @@ def text_config(preset: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     if layers < LEAST_LAYERS:
         raise UsageError(f"{layers} layers are too few; give at least {LEAST_LAYERS}")
     text |= _layer_pattern(layers, text["num_nextn_predict_layers"])
-    engram_layers = [layer for layer in ENGRAM_LAYERS if layer < layers]
+    engram_layers = [1, max(2, round(layers * 0.35))]
     lengths = text["engram_max_ngram_size"] - 1
     primes = table_primes(
         len(engram_layers), lengths, text["engram_n_heads"], text["engram_vocab_size"]
@@ -146,10 +146,11 @@ def text_config(preset: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 def _layer_pattern(layers: int, drafts: int) -> dict[str, Any]:
     middle = max(2, layers // 2)
     by_two = list(range(2, middle, 6))
+    by_one = range(middle, layers, max(2, layers // 10))
     return {
         "compress_ratios": [0] * 2 + [2] * (middle - 2) + [1] * (layers - middle) + [0] * drafts,
         "kv_source_layer_ids": [*by_two, middle],
-        "index_source_layer_ids": [*by_two, *range(middle, layers, 4)],
+        "index_source_layer_ids": [*by_two, *by_one],
         "candidate_source_layer_id": middle,
         "dspark_target_layer_ids": list(range(max(0, layers - 3), layers)),
     }

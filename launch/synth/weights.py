@@ -59,8 +59,8 @@ class RandomWeights:
             wanted = 1.0 / (_FP8_DEVIATION * math.sqrt(columns))
         exponent = 127 + round(math.log2(wanted))
         # Half of the tiles one step larger: a scale read from the wrong tile must show.
-        pool = (exponent + (self._fp4 & 1)).astype(np.uint8)
-        yield from _stream(pool, offset, nbytes(spec))
+        for piece in _pieces(self._fp4, offset, nbytes(spec)):
+            yield (exponent + (piece & 1)).astype(np.uint8).tobytes()
 
     def _floats(self, name: str, spec: TensorSpec, offset: int) -> Iterator[bytes]:
         """A tensor of full-width floats: norms, biases, the router, embedding and head."""

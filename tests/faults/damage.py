@@ -68,7 +68,14 @@ def set_byte(checkpoint: Path, tensor: str, value: int) -> None:
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     begin = 8 + length + json.loads(raw[8 : 8 + length])[tensor]["data_offsets"][0]
-    path.write_bytes(raw[:begin] + bytes([value]) + raw[begin + 1 :])
+    set_byte_at(path, begin, value)
+
+
+def set_byte_at(path: Path, offset: int, value: int) -> None:
+    """Overwrite one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(bytes([value]))
 
 
 def sparse_checkpoint(directory: Path, **changes: int) -> Path:

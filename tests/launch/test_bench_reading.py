@@ -1,0 +1,41 @@
+"""Symptoms: a benchmark that measures hits instead of reads, whose keys a script cannot find."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launch.bench import io
+from launch.bench.commands import io_command, ipc_command
+from protocol.errors import UsageError
+
+MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
+
+
+def test_bench_io_reads_the_same_bytes_both_ways() -> None:
+    arguments = [str(MINI), "--readers", "1", "--rounds", "2", "--round", "256KiB", "--json"]
+    result = CliRunner().invoke(io_command, arguments)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout[result.stdout.index("{") :])
+    assert {"pool_gib_s", "preadv_gib_s", "ratio"} <= figures.keys()
+    assert figures["pool_gib_s"] > 0 and figures["preadv_gib_s"] > 0 and figures["ratio"] > 0
+    assert figures["rounds"] == 2 and figures["readers"] == 1
+
+
+def test_bench_io_refuses_a_checkpoint_that_fits_the_cache() -> None:
+    with pytest.raises(UsageError, match=r"two rounds of .* do not fit; give a smaller --round"):
+        io.run(MINI, readers=1, rounds=1, round_bytes=1 << 30, piece_bytes=4096, direct=True)
+
+
+def test_bench_ipc_times_hits_without_and_misses_with_messages() -> None:
+    arguments = [str(MINI), "--hits", "200", "--misses", "5", "--json"]
+    result = CliRunner().invoke(ipc_command, arguments)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert 0 < figures["hit_us_p50"] <= figures["hit_us_p99"]
+    assert 0 < figures["miss_overhead_us_p50"] <= figures["miss_overhead_us_p99"]
+    assert figures["hit_us_p50"] < figures["miss_overhead_us_p50"]
+    assert figures["misses"] == 5
