@@ -102,7 +102,8 @@ function showSplit() {
   $("split").setAttribute("aria-label", shown.map(([, name, value]) => `${name} ${value}`).join(", "));
   lineChart($("split-line"), parts.map(([key, , color]) => (
     { values: column((s) => s.pass_ms ? s.pass_ms[key] : null), color: css(color) })),
-  { slots: HISTORY, stacked: true, format: (value) => `${number(value, 0)} ms` });
+  { slots: HISTORY, stacked: true,
+    format: (value) => value >= 1000 ? `${number(value / 1000)} s` : `${number(value, 0)} ms` });
 }
 
 function showLanes() {
