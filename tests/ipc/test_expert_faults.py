@@ -25,6 +25,8 @@ from protocol.messages import (
     ReaderHello,
     ReaderStuck,
     ReadFailed,
+    StatsReply,
+    StatsRequest,
     TraceStart,
     TraceStop,
     TraceStopped,
@@ -150,6 +152,10 @@ def test_a_trace_says_who_read_what_for_whom(tmp_path: Path) -> None:
     with ExpertGroup(MINI, slots=SLOTS, readers=2, latency=0.05) as group:
         for name in group.children:
             group.control.send(TraceStart(str(tmp_path / name)), to=name)
+            # Answered after it on the same socket: the trace is on.
+            group.control.send(StatsRequest(0), to=name)
+        for _ in group.children:
+            group.hear(StatsReply)
         group.hint(0, 0, [], 1, [5])
         group.await_resident(1, [5])
         group.fetch(2, [3, 4])
