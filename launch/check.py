@@ -34,7 +34,6 @@ from launch.contents import (
     verify_digests,
 )
 from launch.foreground import console
-from launch.group import load_tokenizer
 from launch.memory import dense_bytes, in_flight_slots, minimum_slots
 from launch.options import format_size
 from protocol.config import ModelConfig
@@ -71,7 +70,6 @@ def inspect(directory: Path) -> Findings:
     """Check structure, shapes and tokenizer; raises CheckpointError for the first thing wrong."""
     config = ModelConfig.load(directory)
     shards = Shards.open(directory, config)
-    load_tokenizer(directory)
     token_map = TokenMap.load(directory, config)
     NgramHash.from_config(config, token_map.classes, directory / "config.json")
     slices = SliceMap.build(config, shards, PIECE_BYTES)

@@ -14,6 +14,7 @@ from pathlib import Path
 import zmq
 from tokenizers import Tokenizer
 
+from engram_io.token_map import read_tokenizer
 from expert_io.slices import SliceMap
 from launch.memory import MemoryPlan, plan_memory
 from launch.options import GenerateOptions, GroupOptions
@@ -21,7 +22,7 @@ from launch.processes import Processes
 from launch.runtime_directory import RuntimeDirectory
 from launch.wiring import Regions, Wiring
 from protocol.config import ModelConfig
-from protocol.errors import CheckpointError, HeadraceError, ProcessDied, StallError, UsageError
+from protocol.errors import HeadraceError, ProcessDied, StallError, UsageError
 from protocol.layouts import Directory
 from protocol.messages import (
     Cancel,
@@ -64,13 +65,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The checkpoint's tokenizer; raises CheckpointError."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing; fetch the file")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: is not a tokenizer ({error})") from None
+    return read_tokenizer(directory / "tokenizer.json")
 
 
 class ProcessGroup:
