@@ -41,15 +41,19 @@ class RunningGroup:
     """
 
     def __init__(self, checkpoint: Path = MINI, **options: Any) -> None:
-        defaults = {"slots": MINIMUM_SLOTS, "readers": 1, "threads": 1, "start_timeout": PATIENCE_S}
+        self._base = Path(tempfile.mkdtemp(prefix="hr-"))
+        defaults = {
+            "slots": MINIMUM_SLOTS,
+            "readers": 1,
+            "threads": 1,
+            "start_timeout": PATIENCE_S,
+            "runtime_dir": self._base,
+        }
         self.lines: list[tuple[str, str]] = []
         self.options = GroupOptions(checkpoint, **{**defaults, **options})
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
-        self.base = Path(tempfile.mkdtemp(prefix="hr-"))
-        if self.options.runtime_dir is None:
-            object.__setattr__(self.options, "runtime_dir", self.base)
         try:
             self.group = ProcessGroup(self.options, lambda *line: self.lines.append(line))
             self.run(self.group.start())
@@ -99,12 +103,24 @@ class RunningGroup:
 
     def _close(self) -> None:
         self._runner.close()
-        shutil.rmtree(self.base, ignore_errors=True)
+        shutil.rmtree(self._base, ignore_errors=True)
 
 
 async def collect(events: AsyncIterator[Event]) -> list[Event]:
     """Every event of a request."""
     return [event async for event in events]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken, whatever else the machine was busy with."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_bytes(pid: int) -> int:
+    """Memory of a process that no other one shares."""
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def tokens_of(events: Sequence[Event]) -> list[int]:
