@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compute.bounded_wait import WAKE_S, BoundedWait
+from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from compute.slot_views import SlotViews
 from compute.sources import ExpertBytes
@@ -53,9 +54,11 @@ class ArenaExperts:
         *,
         stall_timeout: float,
         verify_slots: bool,
+        interruption: Interruption | None = None,
     ) -> None:
         """`stall_timeout` seconds without an expert's arrival end a wait with StallError.
-        `verify_slots` compares slot generations after every use."""
+        `verify_slots` compares slot generations after every use. `interruption` is asked at every
+        layer and in every wait."""
         self._channel = channel
         self._directory = directory
         self._progress = progress
@@ -63,6 +66,7 @@ class ArenaExperts:
         self._tracer = tracer
         self._stall_timeout = stall_timeout
         self._verify_slots = verify_slots
+        self._interruption = interruption or Interruption()
         # The other half is for what prefetch brings and what reclamation has in hand.
         self._most_demanded = max(1, directory.slots // 2)
         self._outstanding: deque[_Outstanding] = deque()
@@ -76,6 +80,7 @@ class ArenaExperts:
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
         self._progress.at_layer(layer)
+        self._interruption.check()
         self._let_go()
         pending = list(experts)
         words = self.look_up(layer, pending)
@@ -202,6 +207,7 @@ class ArenaExperts:
             if any(word != ABSENT for word in words):
                 return words
             self._progress.beat()
+            self._interruption.check()
             if waiting.exhausted:
                 named = ", ".join(map(str, pending[:8])) + (", …" if len(pending) > 8 else "")
                 raise StallError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compute.interruption import Cancelled, Interruption
 from compute.kept_states import KeptStates
 from compute.model import Model
 from compute.progress import ProgressPage
@@ -38,10 +39,6 @@ class Limits:
     context: int
 
 
-class Cancelled(Exception):
-    """The request's sender no longer wants it."""
-
-
 class TextGenerator:
     """Answers requests with one model; one request at a time."""
 
@@ -55,8 +52,10 @@ class TextGenerator:
         kept: KeptStates,
         limits: Limits,
         counts: Callable[[], dict[str, float]],
+        interruption: Interruption | None = None,
     ) -> None:
-        """`counts` gives the sources' counters since the start (`protocol.counters`)."""
+        """`counts` gives the sources' counters since the start (`protocol.counters`);
+        `interruption` is the one the sources ask."""
         self.model = model
         self.engram = engram
         self.token_bytes = token_bytes
@@ -65,6 +64,7 @@ class TextGenerator:
         self.kept = kept
         self.limits = limits
         self.counts = counts
+        self.interruption = interruption or Interruption()
         self.steps = 0
         # Written by the chat format, so that the next turn may have another in its place.
         self.added_tokens = token_bytes.added
@@ -72,10 +72,11 @@ class TextGenerator:
     def run(self, request: Generate, cancelled: Callable[[], bool]) -> Iterator[Event]:
         """Events of `request`, the last of them Finished.
 
-        `cancelled` is asked between tokens and between chunks.
+        `cancelled` is asked between tokens and chunks, and by the sources at layers and in waits.
         """
+        self.interruption.watch(cancelled)
         before = self.counts()
-        answer = Answer(self, request, cancelled)
+        answer = Answer(self, request)
         reason, error = "error", ""
         try:
             yield from answer.events()
@@ -104,12 +105,9 @@ class TextGenerator:
 class Answer:
     """The course of one request."""
 
-    def __init__(
-        self, generator: TextGenerator, request: Generate, cancelled: Callable[[], bool]
-    ) -> None:
+    def __init__(self, generator: TextGenerator, request: Generate) -> None:
         self._of = generator
         self._request = request
-        self._cancelled = cancelled
         self._tokens = list(request.prompt)
         self._state: SequenceState | None = None
         self._text: TextStream | None = None
@@ -141,7 +139,7 @@ class Answer:
                 self.reason = "stop"
             if self.reason:
                 return
-            self._stop_if_cancelled()
+            self._of.interruption.check()
             logits = self._forward(len(self._tokens) - 1, len(self._tokens))
 
     def close(self) -> None:
@@ -216,7 +214,7 @@ class Answer:
             self._ask_rows(self.reused, ends[0])
         for index, end in enumerate(ends):
             yield self._prefill_progress()
-            self._stop_if_cancelled()
+            self._of.interruption.check()
             following = ends[index + 1] if index + 1 < len(ends) else None
             logits = self._forward(self._state.length, end, following)
             if end == self._keep_at():
@@ -288,10 +286,6 @@ class Answer:
         if self.count >= request.max_tokens or len(self._tokens) > self._of.limits.context:
             return "length"
         return ""
-
-    def _stop_if_cancelled(self) -> None:
-        if self._cancelled():
-            raise Cancelled
 
     def _token_event(self, sample: Sample) -> TokenEvent:
         assert self._text is not None

@@ -18,6 +18,7 @@ import zmq
 from compute import arena_experts, ring_engram
 from compute.arena_experts import ArenaExperts
 from compute.generation import Event, Limits, TextGenerator
+from compute.interruption import Interruption
 from compute.kept_states import KeptStates
 from compute.layers.linear import product_dtype
 from compute.model import Model
@@ -216,6 +217,7 @@ def _assemble(
     regions = _Regions(spec, config)
     progress = ProgressPage(regions.progress)
     views = slot_views(regions.arena, config, device, pin=spec.pin)
+    interruption = Interruption()
     experts = ArenaExperts(
         Channel.connect(context, spec.experts, NAME, arena_experts.ACCEPTS),
         regions.directory,
@@ -224,6 +226,7 @@ def _assemble(
         tracer,
         stall_timeout=spec.stall_timeout,
         verify_slots=spec.verify_slots,
+        interruption=interruption,
     )
     engram = RingEngram(
         Channel.connect(context, spec.engram, NAME, ring_engram.ACCEPTS),
@@ -232,6 +235,7 @@ def _assemble(
         tracer,
         device,
         stall_timeout=spec.stall_timeout,
+        interruption=interruption,
     )
     limits = Limits(
         min(spec.chunk_tokens, engram.block_tokens),
@@ -247,6 +251,7 @@ def _assemble(
         KeptStates(spec.kept_bytes, store),
         limits,
         lambda: experts.counts | engram.counts,
+        interruption,
     )
     facts = {
         "sequence states": f"{len(store)} kept on disk" if store is not None else "in memory only",

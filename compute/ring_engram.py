@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from compute.bounded_wait import WAKE_S, BoundedWait
+from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from protocol import counters
 from protocol.errors import HeadraceError, ReadError, StallError
@@ -35,14 +36,17 @@ class RingEngram:
         device: torch.device,
         *,
         stall_timeout: float,
+        interruption: Interruption | None = None,
     ) -> None:
-        """`stall_timeout` seconds without rows end a wait with StallError."""
+        """`stall_timeout` seconds without rows end a wait with StallError; `interruption` is asked
+        in every wait."""
         self._channel = channel
         self._ring = ring
         self._progress = progress
         self._tracer = tracer
         self._device = device
         self._stall_timeout = stall_timeout
+        self._interruption = interruption or Interruption()
         self._codes = torch.from_numpy(ring.codes)
         self._scales = torch.from_numpy(ring.scales)
         self._next_ticket = 0
@@ -114,6 +118,7 @@ class RingEngram:
             if request.ticket in self._failures:
                 raise ReadError(self._failures[request.ticket])
             self._progress.beat()
+            self._interruption.check()
             if waiting.exhausted:
                 raise StallError(
                     f"engram rows of {len(request.tokens)} tokens at position {request.start} "

@@ -21,7 +21,7 @@ from protocol.errors import UsageError
 from protocol.layouts import Progress
 from protocol.messages import Cancel, Finished, PrefillProgress, TokenEvent
 from tests.golden.harness import config
-from tests.ipc.running_group import RunningGroup, tokens_of
+from tests.ipc.running_group import RunningGroup, collect, tokens_of
 
 PROMPT = [0, 5, 9, 17, 33, 4, 250, 77, 41, 301]
 LONG = [3 + position * 7 % 490 for position in range(400)]
@@ -201,6 +201,26 @@ def test_a_service_that_goes_silent_is_a_named_stall_and_the_next_request_works(
     assert end.reason == "error" and "did not come within 2.5 s" in end.error
     assert message in end.error, end.error
     assert impatient.tokens(PROMPT, 4) == expected
+
+
+@pytest.mark.parametrize("silent", ["engram", "experts"])
+def test_a_cancel_waits_for_a_disk_that_has_stopped_answering(silent: str):
+    with RunningGroup(chunk_tokens=8, kept_bytes=0, stall_timeout=60.0) as patient:
+        expected = patient.tokens(PROMPT, 2)
+        pid = patient.group.pids[silent]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            events = patient.open(LONG[:40], 4)
+            progress = patient.run(anext(events))
+            assert isinstance(progress, PrefillProgress)
+            begin = time.monotonic()
+            patient.group.cancel(progress.request)
+            end = finished(patient.run(collect(events)))
+            assert time.monotonic() - begin < 20
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert end.reason == "cancelled"
+        assert patient.tokens(PROMPT, 2) == expected
 
 
 def test_reads_that_fail_fail_their_request_and_no_other(group: RunningGroup):
