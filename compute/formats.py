@@ -51,11 +51,17 @@ def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     return pairs.view(packed.shape).view(torch.float32)
 
 
-def dequantize_fp8_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 [N, K] of an fp8 weight: e4m3 `codes` [N, K], e8m0 `scales` [ceil(N/32), ceil(K/32)]."""
+def dequantize_fp8_weight(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[N, K] of an fp8 weight: e4m3 `codes` [N, K], e8m0 `scales` [ceil(N/32), ceil(K/32)].
+
+    Exact in bf16 too: a scale is a power of two, and a code has three mantissa bits.
+    """
     rows, columns = codes.shape
-    scale = decode_e8m0(scales).repeat_interleave(GROUP, 1)[:, :columns]
-    return decode_e4m3(codes).mul_(scale.repeat_interleave(GROUP, 0)[:rows])
+    scale = decode_e8m0(scales).to(dtype).repeat_interleave(GROUP, 1)[:, :columns]
+    values = codes.view(torch.float8_e4m3fn).to(dtype)
+    return values.mul_(scale.repeat_interleave(GROUP, 0)[:rows])
 
 
 def dequantize_fp4_weight(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The dense weights: everything of the text model except routed experts and engram tables.
 
 Owns reading them from the shards (plain reads, in pieces, no mapping) and the form they are held
-in. fp8 weights are dequantized once, at load: fp32 on CPU, bf16 on CUDA (`product_dtype` says why).
-The head, the gates and the compressors that gate are fp32, as their products are in the model.
+in. On CUDA matrices stay as stored, fp8 with its scales or bf16, because kernels read them so. On
+CPU fp8 weights are dequantized once, at load, to fp32 (`product_dtype` says why), and the head, the
+gates and the compressors that gate are fp32, as their products are in the model.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ from protocol.tensor_table import expected_tensors
 PIECE_BYTES = 16 << 20  # read at a time, so that loading needs little beyond what it fills
 _STORED = {"BF16": torch.bfloat16, "F32": torch.float32}
 _NAN_CODE = 0x7F  # of e4m3, either sign
+# What is stored in bf16 and multiplied with; norms and gates of the engram are vectors.
+_MATRICES = (
+    "head.weight",
+    ".gate.weight",
+    ".compressor.wkv.weight",
+    ".compressor.wgate.weight",
+    ".indexer.weights_proj.weight",
+    ".indexer.wk.weight",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeights:
-    """`wkv`, `wgate` [head_dim, D]; `wgate` is None at ratio 1, else both are fp32."""
+    """`wkv`, `wgate` [head_dim, D]; `wgate` is None at ratio 1, else their products are fp32."""
 
     wkv: torch.Tensor
     wgate: torch.Tensor | None
@@ -48,13 +58,13 @@ class IndexerWeights:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """`wq_a_wkv` stacks wq_a on wkv, which share their input; `wo_a` is [o_groups, rank, width]."""
+    """`wq_a_wkv` stacks wq_a on wkv, which share their input; `wo_a` [o_groups * rank, width]."""
 
     wq_a_wkv: Fp8Weight
     q_norm: torch.Tensor
     wq_b: Fp8Weight
     kv_norm: torch.Tensor
-    wo_a: torch.Tensor
+    wo_a: Fp8Weight
     wo_b: Fp8Weight
     sink: torch.Tensor
     compressor: CompressorWeights | None
@@ -72,7 +82,7 @@ class MixWeights:
 
 @dataclass(frozen=True, slots=True)
 class GateWeights:
-    """fp32 `weight` [E, D] and `bias` [E]; the bias chooses and never weighs."""
+    """`weight` [E, D], fp32 `bias` [E]; the bias chooses and never weighs."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -109,7 +119,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """`embed` bf16 [V, D], `head` fp32 [V, D], `norm` fp32 [D]."""
+    """`embed` bf16 [V, D], `head` [V, D], `norm` fp32 [D]."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -127,14 +137,18 @@ class ModelWeights:
         shards: Shards,
         device: torch.device,
         progress: Callable[[int, int], None] = lambda done, layers: None,
+        *,
+        stored: bool | None = None,
     ) -> ModelWeights:
         """Read all dense weights to `device`; `progress(done, layers)` is called after each layer.
 
+        `stored` keeps matrices as they are in the file, which kernels ask for: on CUDA by default.
         Raises CheckpointError naming file and tensor: wrong dtype or shape, a NaN scale or code, a
         file that ends early or cannot be read.
         """
         config = shards.config
-        with _Reader(shards, device) as reader:
+        stored = device.type == "cuda" if stored is None else stored
+        with _Reader(shards, device, stored) as reader:
             embed = reader.plain("embed.weight", torch.bfloat16)
             layers = []
             for layer in range(config.num_hidden_layers):
@@ -146,11 +160,13 @@ class ModelWeights:
 
 def dense_bytes(config: ModelConfig, device: torch.device) -> int:
     """Bytes that `ModelWeights.load` will hold, known from the config alone."""
-    total = 0
+    total, stored = 0, device.type == "cuda"
     for name, spec in expected_tensors(config).items():
-        if not is_dense(name) or name.endswith((".scale", ".bias_vl")):
+        if not is_dense(name) or name.endswith(".bias_vl"):
             continue
-        total += math.prod(spec.shape) * _held_dtype(name, spec.dtype, config, device).itemsize
+        if spec.dtype == "F8_E8M0" and not stored:
+            continue
+        total += math.prod(spec.shape) * _held_dtype(name, spec.dtype, stored).itemsize
     return total
 
 
@@ -159,17 +175,11 @@ def is_dense(name: str) -> bool:
     return not (".ffn.experts." in name or ".engram.embed." in name or name.startswith("mtp."))
 
 
-def _held_dtype(name: str, stored: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if name == "embed.weight":
-        return torch.bfloat16
-    if stored == "F8_E4M3":
-        return product_dtype(device)
-    if name.endswith((".indexer.weights_proj.weight", ".indexer.wk.weight")):
-        return product_dtype(device)
-    if name.endswith(".compressor.wkv.weight"):
-        ratio = config.compress_ratios[int(name.split(".")[1])]
-        return torch.float32 if ratio > 1 else product_dtype(device)
-    return torch.float32
+def _held_dtype(name: str, dtype: str, stored: bool) -> torch.dtype:
+    if dtype == "F8_E8M0" or (dtype == "F8_E4M3" and stored):
+        return torch.uint8
+    matrix = dtype == "BF16" and name.endswith(_MATRICES)
+    return torch.bfloat16 if name == "embed.weight" or (matrix and stored) else torch.float32
 
 
 def _nbytes(holder: object) -> int:
@@ -213,13 +223,12 @@ def _engram(reader: _Reader, base: str) -> EngramWeights:
 
 def _attention(reader: _Reader, config: ModelConfig, layer: int) -> AttentionWeights:
     base = f"layers.{layer}.attn"
-    wo_a = reader.fp8(f"{base}.wo_a").values
     return AttentionWeights(
         wq_a_wkv=reader.fp8(f"{base}.wq_a", f"{base}.wkv"),
         q_norm=reader.plain(f"{base}.q_norm.weight"),
         wq_b=reader.fp8(f"{base}.wq_b"),
         kv_norm=reader.plain(f"{base}.kv_norm.weight"),
-        wo_a=wo_a.view(config.o_groups, config.o_lora_rank, -1),
+        wo_a=reader.fp8(f"{base}.wo_a"),
         wo_b=reader.fp8(f"{base}.wo_b"),
         sink=reader.plain(f"{base}.attn_sink"),
         compressor=_compressor(reader, config, layer),
@@ -255,9 +264,10 @@ def _indexer(reader: _Reader, config: ModelConfig, layer: int) -> IndexerWeights
 class _Reader:
     """Reads tensors of checked shards piece by piece into the form they are held in."""
 
-    def __init__(self, shards: Shards, device: torch.device) -> None:
+    def __init__(self, shards: Shards, device: torch.device, stored: bool) -> None:
         self._shards = shards
         self._device = device
+        self._stored = stored
         self._files: dict[str, int] = {}
 
     def __enter__(self) -> _Reader:
@@ -270,7 +280,7 @@ class _Reader:
     def plain(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A BF16 or F32 tensor."""
         entry = self._entry(name)
-        dtype = dtype or _held_dtype(name, entry.dtype, self._shards.config, self._device)
+        dtype = dtype or _held_dtype(name, entry.dtype, self._stored)
         held = torch.empty(entry.shape, dtype=dtype, device=self._device)
         for begin, end, raw in self._pieces(entry):
             piece = raw.view(_STORED[entry.dtype]).view(-1, *entry.shape[1:])
@@ -278,23 +288,30 @@ class _Reader:
         return held
 
     def fp8(self, *bases: str) -> Fp8Weight:
-        """The fp8 weights `bases` dequantized, stacked by rows."""
+        """The fp8 weights `bases` stacked by rows, each whole tiles."""
         entries = [self._entry(f"{base}.weight") for base in bases]
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])
-        held = torch.empty(shape, dtype=product_dtype(self._device), device=self._device)
-        row = 0
+        dtype = torch.uint8 if self._stored else product_dtype(self._device)
+        held = torch.empty(shape, dtype=dtype, device=self._device)
+        row, stacked = 0, []
         for base, entry in zip(bases, entries, strict=True):
             scales = self._scales(f"{base}.scale").to(self._device)
+            stacked.append(scales)
             for begin, end, raw in self._pieces(entry):
                 codes = raw.view(-1, entry.shape[1])
                 if bool(((codes & _NAN_CODE) == _NAN_CODE).any()):
                     raise CheckpointError(
                         f"{entry.path}: {entry.name} holds a NaN code; fetch the file again"
                     )
-                tiles = scales[begin // GROUP : math.ceil(end / GROUP)]
-                values = dequantize_fp8_weight(codes.to(self._device), tiles)
-                held[row + begin : row + end].copy_(values)
+                into = held[row + begin : row + end]
+                if self._stored:
+                    into.copy_(codes)
+                else:
+                    tiles = scales[begin // GROUP : math.ceil(end / GROUP)]
+                    into.copy_(dequantize_fp8_weight(codes.to(self._device), tiles))
             row += entry.shape[0]
+        if self._stored:
+            return Fp8Weight(codes=held, scales=torch.cat(stacked))
         return Fp8Weight(held)
 
     def _scales(self, name: str) -> torch.Tensor:

@@ -122,9 +122,10 @@ def project_out(heads: torch.Tensor, weights: AttentionWeights) -> torch.Tensor:
 
     wo_a is stored fp8 but multiplied in bf16: its input is not quantized.
     """
-    groups = weights.wo_a.shape[0]
-    grouped = heads.reshape(len(heads), groups, -1).transpose(0, 1).to(weights.wo_a.dtype)
-    low_rank = torch.bmm(grouped, weights.wo_a.transpose(1, 2)).to(torch.bfloat16)
+    wo_a = weights.wo_a.values
+    wo_a = wo_a.view(heads[0].numel() // wo_a.shape[1], -1, wo_a.shape[1])
+    grouped = heads.reshape(len(heads), len(wo_a), -1).transpose(0, 1).to(wo_a.dtype)
+    low_rank = torch.bmm(grouped, wo_a.transpose(1, 2)).to(torch.bfloat16)
     return linear_fp8(low_rank.transpose(0, 1).flatten(1), weights.wo_b)
 
 
@@ -196,7 +197,7 @@ class Attention:
         if self._source is None:
             return None
         if self._compressor is not None:
-            new = self._compressor.extend(x, state)
+            new = self._compressor.extend(x, chunk.start, state)
             if self._observe is not None:
                 self._observe("latent", self._layer, new)
             chunk.choice = None

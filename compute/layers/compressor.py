@@ -59,12 +59,12 @@ class Compressor:
         self._wk, self._k_norm = indexer.wk, indexer.k_norm
         self._rope = rope
 
-    def extend(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
-        """Take in bf16 `x` [T, D], the tokens that follow; returns the new latents [n, head_dim].
+    def extend(self, x: torch.Tensor, start: int, state: SequenceState) -> torch.Tensor:
+        """Take in bf16 `x` [T, D], the tokens from position `start`; the new latents [n, head_dim].
 
         n is the number of groups that these tokens complete, possibly 0.
         """
-        pooled = self._pooled(x, state)
+        pooled = self._pooled(x, start, state)
         latent = rms_norm(pooled, self._weights.norm, self._eps)
         rows = state.compressed[self._layer]
         if len(latent):
@@ -76,13 +76,12 @@ class Compressor:
             state.last_key_source = self._layer
         return latent
 
-    def _pooled(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
+    def _pooled(self, x: torch.Tensor, start: int, state: SequenceState) -> torch.Tensor:
         wkv, wgate = self._weights.wkv, self._weights.wgate
         if wgate is None:
             return linear(x, wkv)
-        layer = self._layer
-        kv = torch.cat((state.pending_kv[layer], F.linear(x.float(), wkv)))
-        gate = torch.cat((state.pending_gate[layer], F.linear(x.float(), wgate)))
-        full = len(kv) // self._ratio * self._ratio
-        state.pending_kv[layer], state.pending_gate[layer] = kv[full:].clone(), gate[full:].clone()
-        return pool_groups(kv[:full], gate[:full], self._ratio)
+        products = [F.linear(x.float(), weight.float()) for weight in (wkv, wgate)]
+        both = torch.cat((state.pending(self._layer, start), torch.stack(products)), 1)
+        full = both.shape[1] // self._ratio * self._ratio
+        state.pending(self._layer, start + len(x)).copy_(both[:, full:])
+        return pool_groups(both[0, :full], both[1, :full], self._ratio)

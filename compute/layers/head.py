@@ -14,6 +14,6 @@ def logits(
 ) -> torch.Tensor:
     """fp32 [T, V] of bf16 `streams` [T, hc, D] and the last mix `pre` fp32 [T, hc].
 
-    There is no learned collapse: the mix that the last layer handed on is used. `head` fp32 [V, D].
+    There is no learned collapse: the mix that the last layer handed on is used. `head` [V, D].
     """
-    return F.linear(rms_norm(collapse(streams, pre), norm, eps).float(), head)
+    return F.linear(rms_norm(collapse(streams, pre), norm, eps).float(), head.float())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from compute.formats import round_trip_fp8
+from compute.formats import dequantize_fp8_weight, round_trip_fp8
 
 # Splitting a product along K, cuBLAS would otherwise add the parts in bf16.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -19,9 +19,29 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """An fp8 weight dequantized once: `values` [N, K] in `product_dtype`, exact either way."""
+    """An fp8 weight [N, K]: dequantized once, or as stored, which is what kernels read.
 
-    values: torch.Tensor
+    Either `dequantized` [N, K] in `product_dtype`, exact, or uint8 e4m3 `codes` [N, K] and e8m0
+    `scales` [ceil(N/32), ceil(K/32)].
+    """
+
+    dequantized: torch.Tensor | None = None
+    codes: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[N, K] in `product_dtype`; made anew on every call where the weight is as stored."""
+        if self.dequantized is not None:
+            return self.dequantized
+        codes, scales = self.stored
+        return dequantize_fp8_weight(codes, scales, product_dtype(codes.device))
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`codes` and `scales` of a weight that was loaded as stored."""
+        assert self.codes is not None and self.scales is not None, "loaded dequantized"
+        return self.codes, self.scales
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

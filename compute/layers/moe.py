@@ -27,7 +27,7 @@ class Routing(NamedTuple):
 
 def gate_scores(x: torch.Tensor, gate: GateWeights) -> torch.Tensor:
     """fp32 [T, E] = sqrt(softplus(gate x)) of bf16 `x` [T, D]."""
-    return F.softplus(F.linear(x.float(), gate.weight)).sqrt_()
+    return F.softplus(F.linear(x.float(), gate.weight.float())).sqrt_()
 
 
 def route(x: torch.Tensor, gate: GateWeights, top_k: int, scale: float) -> Routing:

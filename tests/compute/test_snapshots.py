@@ -32,8 +32,8 @@ def state_of(length: int, seed: int = 0) -> KeptState:
         )
         keys = torch.randn(rows, CONFIG.index_head_dim, generator=draw).bfloat16()
         state.index_keys[layer].append(keys)
-        state.pending_kv[layer] = torch.randn(rest, CONFIG.head_dim, generator=draw)
-        state.pending_gate[layer] = torch.randn(rest, CONFIG.head_dim, generator=draw)
+        pending = torch.randn(2, rest, CONFIG.head_dim, generator=draw)
+        state.pending(layer, length).copy_(pending)
     tokens = tuple((seed * 7 + i) % 400 for i in range(length))
     logits = torch.randn(CONFIG.vocab_size, generator=draw) if length % 2 else None
     nbytes = state.nbytes + 8 * length + (logits.nbytes if logits is not None else 0)

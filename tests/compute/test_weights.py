@@ -128,6 +128,20 @@ def test_stacked_weights_are_the_two_matrices_one_above_the_other() -> None:
     assert torch.equal(held, torch.cat(parts))
 
 
+def test_weights_kept_as_stored_have_the_values_of_dequantized_ones() -> None:
+    kept, whole = ModelWeights.load(harness.shards(), CPU, stored=True), harness.weights()
+    assert kept.nbytes < whole.nbytes / 2
+    for got, want in zip(kept.layers, whole.layers, strict=True):
+        for name in ("wq_a_wkv", "wq_b", "wo_a", "wo_b"):
+            weight = getattr(got.attention, name)
+            codes, scales = weight.stored
+            assert torch.equal(weight.values, getattr(want.attention, name).values)
+            exact = dequantize_fp8_weight(codes, scales)
+            assert torch.equal(dequantize_fp8_weight(codes, scales, torch.bfloat16).float(), exact)
+        assert torch.equal(got.gate.weight.float(), want.gate.weight)
+    assert kept.head.dtype == torch.bfloat16 and torch.equal(kept.head.float(), whole.head)
+
+
 def test_progress_counts_every_layer(shards: Shards) -> None:
     seen: list[tuple[int, int]] = []
     ModelWeights.load(shards, CPU, lambda done, layers: seen.append((done, layers)))
