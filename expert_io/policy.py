@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Container
 from itertools import islice
 from typing import Protocol
-
-from protocol.errors import UsageError
 
 Key = tuple[int, int]  # (layer, expert)
 
@@ -53,6 +51,9 @@ class LeastRecentlyUsed:
     def victim(self, protected: Container[Key]) -> Key | None:
         return next((key for key in self._order if key not in protected), None)
 
+    def __len__(self) -> int:
+        return len(self._order)
+
 
 class RandomAmongOldest(LeastRecentlyUsed):
     """Gives up a random key among the oldest `SHARE` of all.
@@ -78,14 +79,31 @@ class RandomAmongOldest(LeastRecentlyUsed):
         return super().victim(protected)
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "lru": LeastRecentlyUsed,
-    "lru-random": RandomAmongOldest,
-}
+class Clock(LeastRecentlyUsed):
+    """Gives up the first key on a ring that was not used since the hand last passed it.
 
+    The ring is the ordered dict itself, the hand its old end: a key that was used in the meantime
+    goes to the young end unmarked.
+    """
 
-def make_policy(name: str, seed: int) -> EvictionPolicy:
-    """The policy called `name`; raises UsageError naming those there are."""
-    if name not in POLICIES:
-        raise UsageError(f"no eviction policy {name!r}; there are {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](seed)
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._marked: set[Key] = set()
+
+    def used(self, key: Key) -> None:
+        if key in self._order:
+            self._marked.add(key)
+
+    def removed(self, key: Key) -> None:
+        super().removed(key)
+        self._marked.discard(key)
+
+    def victim(self, protected: Container[Key]) -> Key | None:
+        # A key is unmarked at most once, so twice round sees every one of them unmarked.
+        for _ in range(2 * len(self._order)):
+            key = next(iter(self._order))
+            if key not in self._marked and key not in protected:
+                return key
+            self._marked.discard(key)
+            self._order.move_to_end(key)
+        return None

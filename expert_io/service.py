@@ -17,7 +17,7 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from expert_io.policy import make_policy
+from expert_io.policies import make_policy
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
 from expert_io.service_trace import ServiceTrace

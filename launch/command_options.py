@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from expert_io.policies import POLICIES
 from launch.options import GroupOptions, format_size, parse_cache, parse_size
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
@@ -38,7 +39,7 @@ _OPTIONS = (
     _option(
         "--policy",
         key="policy",
-        type=click.Choice(["lru", "lru-random"]),
+        type=click.Choice(sorted(POLICIES)),
         help="Which expert gives up its slot.",
     ),
     _option(
@@ -76,6 +77,17 @@ _OPTIONS = (
         "--runtime-dir",
         type=click.Path(path_type=Path),
         help="Where the sockets' private directory goes.  [default: $XDG_RUNTIME_DIR or /tmp]",
+    ),
+    click.option(
+        "--route-trace",
+        type=click.Path(path_type=Path),
+        help="Record routes and predictions here, for headrace simulate and headrace fit.",
+    ),
+    _option(
+        "--route-trace-inputs",
+        key="route_trace_inputs",
+        is_flag=True,
+        help="Record activations too, in FILE.inputs: what headrace fit learns from.",
     ),
     _option(
         "--verify-slots",

@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from expert_io.policy import Key, make_policy
+from expert_io.policies import make_policy
+from expert_io.policy import Key
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
 from expert_io.slices import BLOCK, ExpertSlices, Slice, SliceMap

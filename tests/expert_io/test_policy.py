@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from expert_io.policy import POLICIES, EvictionPolicy, Key, RandomAmongOldest, make_policy
+from expert_io.belady import Belady
+from expert_io.policies import POLICIES, make_policy
+from expert_io.policy import EvictionPolicy, Key, RandomAmongOldest
 from protocol.errors import UsageError
 
 
@@ -111,6 +113,102 @@ def test_evicting_from_a_large_cache_costs_no_more_than_from_a_small_one() -> No
     assert seconds(15_000) < 4 * seconds(4_000)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_no_order_of_events_makes_a_policy_name_a_wrong_victim(name: str, seed: int) -> None:
+    """Against a plain set of what is resident: never an absent or protected key, never None while
+    there is a choice."""
+    policy, chance = make_policy(name, seed), random.Random(seed)
+    everything = keys(60)
+    resident: set[Key] = set()
+    for _ in range(4000):
+        key = chance.choice(everything)
+        match chance.randrange(4):
+            case 0 if key not in resident:
+                policy.inserted(key)
+                resident.add(key)
+            case 1:
+                policy.removed(key)
+                resident.discard(key)
+            case 2:
+                policy.used(key)
+            case _:
+                protected = set(chance.sample(everything, chance.randrange(60)))
+                victim = policy.victim(protected)
+                if resident <= protected:
+                    assert victim is None
+                else:
+                    assert victim in resident - protected
+
+
+def skewed(count: int, seed: int) -> list[Key]:
+    """Popular and rare keys, as routing has them."""
+    chance = random.Random(seed)
+    return [(0, min(199, int(chance.paretovariate(0.7)))) for _ in range(count)]
+
+
+def belady(accesses: Sequence[Key], slots: int) -> int:
+    """Misses with the future known."""
+    policy = Belady(enumerate(accesses))
+    resident: set[Key] = set()
+    missed = 0
+    for policy.now, key in enumerate(accesses):
+        if key in resident:
+            policy.used(key)
+            continue
+        missed += 1
+        if len(resident) == slots:
+            victim = policy.victim(())
+            assert victim in resident
+            policy.removed(victim)
+            resident.remove(victim)
+        resident.add(key)
+        policy.inserted(key)
+    return missed
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_no_policy_beats_the_one_that_knows_the_future(name: str) -> None:
+    for seed, slots in ((0, 10), (1, 40), (2, 120)):
+        accesses = skewed(4000, seed)
+        assert misses(make_policy(name, 0), accesses, slots) >= belady(accesses, slots)
+
+
+def test_belady_is_exact_where_the_answer_is_known() -> None:
+    a, b, c, d = keys(4)
+    # With two slots, c must push out b (used last), then d must push out c.
+    assert belady([a, b, c, a, c, b, d, a, b], 2) == 6
+    # A loop over n + 1 keys misses once in n uses.
+    assert belady(keys(11) * 20, 10) == 11 + 19 * 11 // 10
+
+
+@pytest.mark.parametrize("name", ["2q", "slru", "s3-fifo", "lfu"])
+def test_a_scan_of_rare_keys_does_not_flush_what_is_used_again_and_again(name: str) -> None:
+    often, rare = keys(40), [(9, n) for n in range(3000)]
+    accesses = often * 5
+    for n in range(0, 3000, 30):
+        accesses += rare[n : n + 30] + often
+    plain = misses(make_policy("lru", 0), accesses, 60) - 3000
+    assert misses(make_policy(name, 0), accesses, 60) - 3000 < plain / 4
+
+
+def test_frequency_alone_does_not_keep_what_was_popular_long_ago() -> None:
+    old, new = keys(20), [(5, n) for n in range(20)]
+    accesses = old * 100 + new * 100
+    assert misses(make_policy("lfu", 0), accesses, 20) < 40 + 20 * 60
+
+
+def test_layers_share_the_cache_equally_under_quotas() -> None:
+    policy = make_policy("layer-quotas", 0)
+    for key in [(0, n) for n in range(30)] + [(1, n) for n in range(10)]:
+        policy.inserted(key)
+    for _ in range(20):
+        victim = policy.victim(())
+        assert victim is not None and victim[0] == 0
+        policy.removed(victim)
+    assert policy.victim({(0, n) for n in range(30)}) == (1, 0)
+
+
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no eviction policy 'mru'; there are lru, lru-random"):
+    with pytest.raises(UsageError, match=r"no eviction policy 'mru'; there are 2q, clock"):
         make_policy("mru", 0)
