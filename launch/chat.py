@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -25,9 +25,11 @@ from launch.options import GroupOptions
 from launch.snapshot_options import with_snapshot_options
 from launch.summary import run_figures, run_table
 from launch.terminal.dialogue import Dialogue
-from launch.terminal.input import EditedLines, Lines, PipedLines
-from launch.terminal.talker import Choosing, Talker
 from protocol.errors import HeadraceError, ProcessDied, UsageError
+
+if TYPE_CHECKING:
+    from launch.terminal.input import Lines
+    from launch.terminal.talker import Talker
 
 COMMANDS = {
     "/clear": "forget the conversation",
@@ -57,6 +59,10 @@ def chat_command(
 
     Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer; /help lists the commands.
     """
+    # A line editor and a Markdown renderer, which no other command should wait for.
+    from launch.terminal.input import EditedLines, PipedLines
+    from launch.terminal.talker import Choosing, Talker
+
     dialogue = Dialogue(system, parse_effort(think))
     chosen = Choosing(seed=sampling_seed, **choosing)
     console = Console(highlight=False)

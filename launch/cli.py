@@ -23,12 +23,13 @@ from launch.server.command import serve_command
 from launch.settings import Settings, options_command
 from launch.synth.command import synth_command
 from launch.top import top_command
+from protocol import __version__
 from protocol.errors import HeadraceError
 from protocol.lifecycle import DEBUG_VARIABLE, describe
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="headrace")
+@click.version_option(__version__, prog_name="headrace")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
@@ -105,7 +106,3 @@ def _run() -> int:
         click.echo(f"headrace: {describe(error)}", err=True)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    main()

@@ -2,3 +2,5 @@
 
 Nothing here imports torch, so a reader process stays small.
 """
+
+__version__ = "0.1.0"
