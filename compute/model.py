@@ -20,6 +20,7 @@ from compute.layers.moe import Routing, route, routed_experts, shared_expert
 from compute.layers.norm import rms_norm
 from compute.predictor import predict
 from compute.rope import Rope
+from compute.route_recorder import RouteRecorder
 from compute.sequence import SequenceState
 from compute.sources import EngramSource, ExpertSource, NullTracer, Tracer
 from compute.weights import MixWeights, ModelWeights
@@ -33,7 +34,8 @@ class Model:
     `observe(name, layer, tensor)` is shown intermediate results under the names of the golden data
     (tests/golden/data/README.md). `reference_index_keys` scores a filling group's query against the
     index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
-    `predictions` is how many experts of the next layer are named for each token.
+    `predictions` is how many experts of the next layer are named for each token. `routes` is shown
+    every pass where a route trace is wanted.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Model:
         observe: Observer | None = None,
         reference_index_keys: bool = False,
         predictions: int | None = None,
+        routes: RouteRecorder | None = None,
     ) -> None:
         self.config = config
         self.device = weights.embed.device
@@ -55,6 +58,7 @@ class Model:
         self._engram = engram
         self._tracer: Tracer = tracer or NullTracer()
         self._observe = observe
+        self._routes = routes
         self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
         self._rope = Rope(config, self.device)
         self._attention = [
@@ -132,6 +136,8 @@ class Model:
         embedded = self._weights.embed[ids.to(self.device)]
         streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
         pre = first_mix(len(ids), config.hc_mult, self.device)
+        if self._routes is not None:
+            self._routes.begin(state.length, len(ids))
         for layer in range(config.num_hidden_layers):
             if layer in config.engram_layer_ids:
                 with self._tracer.span("engram", layer=layer):
@@ -139,6 +145,8 @@ class Model:
                     codes, scales = self._engram.rows(ticket, index)
                     streams = self.add_engram(layer, streams, codes, scales)
             streams, pre = self.block(layer, streams, pre, chunk, state)
+        if self._routes is not None:
+            self._routes.end()
         return streams, pre
 
     def chunk(self, start: int, count: int) -> Chunk:
@@ -168,15 +176,19 @@ class Model:
         """One layer: bf16 `streams` [T, hc, D] and mix `pre` fp32 [T, hc] to those of the next."""
         weights, eps = self._weights.layers[layer], self.config.rms_norm_eps
         self._show("stream_in", layer, streams)
+        if self._routes is not None:
+            self._routes.entered(layer, streams, pre)
         with self._tracer.span("attention", layer=layer):
             mixes = self._mixes(streams, weights.attention_mix)
-            x = rms_norm(collapse(streams, pre), weights.attention_norm, eps)
-            y = self.attention(layer, x, chunk, state)
+            before = rms_norm(collapse(streams, pre), weights.attention_norm, eps)
+            y = self.attention(layer, before, chunk, state)
             streams = write_back(y, streams, mixes)
         with self._tracer.span("routing", layer=layer):
             ffn_mixes = self._mixes(streams, weights.ffn_mix)
             x = rms_norm(collapse(streams, mixes.pre), weights.ffn_norm, eps)
             routing, picks = self._route(layer, x)
+        if self._routes is not None:
+            self._routes.routed(layer, before, x, routing, picks)
         with self._tracer.span("experts", layer=layer):
             y = self._experts_product(layer, x, routing, picks)
             streams = write_back(y, streams, ffn_mixes)

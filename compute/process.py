@@ -24,6 +24,7 @@ from compute.layers.linear import product_dtype
 from compute.model import Model
 from compute.progress import ProgressPage
 from compute.ring_engram import RingEngram
+from compute.route_recorder import RouteRecorder
 from compute.slot_views import slot_views
 from compute.snapshots import Snapshots, identity_of
 from compute.text import TokenBytes
@@ -31,7 +32,8 @@ from compute.weights import ModelWeights
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.errors import HeadraceError, UsageError
-from protocol.layouts import Arena, Directory, EngramRing, Progress
+from protocol.identity import checkpoint_identity
+from protocol.layouts import ABSENT, Arena, Directory, EngramRing, Progress
 from protocol.lifecycle import run_child
 from protocol.messages import (
     Cancel,
@@ -243,7 +245,15 @@ def _assemble(
     )
     store = _snapshots(spec, config, device, limits)
     generator = TextGenerator(
-        Model(config, weights, experts, engram, tracer=tracer, predictions=spec.predict),
+        Model(
+            config,
+            weights,
+            experts,
+            engram,
+            tracer=tracer,
+            predictions=spec.predict,
+            routes=_route_recorder(spec, config, weights, experts, regions.arena.slots),
+        ),
         engram,
         token_bytes,
         progress,
@@ -262,6 +272,23 @@ def _assemble(
         "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
     }
     return generator, facts
+
+
+def _route_recorder(
+    spec: ComputeSpec, config: ModelConfig, weights: ModelWeights, experts: ArenaExperts, slots: int
+) -> RouteRecorder | None:
+    if not spec.route_trace:
+        return None
+    return RouteRecorder(
+        Path(spec.route_trace),
+        config,
+        weights,
+        identity=checkpoint_identity(Path(spec.checkpoint)),
+        slots=slots,
+        resident=lambda layer, picks: [word != ABSENT for word in experts.look_up(layer, picks)],
+        stalled=lambda: experts.counts[counters.STALL_EXPERT_S],
+        with_inputs=spec.route_trace_inputs,
+    )
 
 
 def _snapshots(

@@ -54,6 +54,8 @@ class GroupOptions:
     order_timeout: float = 20.0
     runtime_dir: Path | None = None
     trace: Path | None = None
+    route_trace: Path | None = None
+    route_trace_inputs: bool = False
     disk_bandwidth: float = 0.0
     disk_latency: float = 0.0
     reader_faults: str = ""

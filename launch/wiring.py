@@ -183,6 +183,8 @@ class Wiring:
             threads=options.threads,
             verify_slots=options.verify_slots,
             pin=options.pin != "off",
+            route_trace=str(options.route_trace.absolute()) if options.route_trace else "",
+            route_trace_inputs=options.route_trace_inputs,
             trace=self._trace("compute"),
         )
         return "compute.process", spec, descriptors

@@ -87,7 +87,8 @@ class ComputeSpec(Message):
     `predict` is how many experts of the next layer are published (0: none). `stall_timeout` seconds
     bound every wait for experts or rows. `threads` is torch's own count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
-    so that it is copied from without a detour."""
+    so that it is copied from without a detour. `route_trace` is where routes are recorded ("": not),
+    `route_trace_inputs` whether activations are, beside it."""
 
     control: str
     experts: str
@@ -108,6 +109,8 @@ class ComputeSpec(Message):
     threads: int
     verify_slots: bool
     pin: bool
+    route_trace: str
+    route_trace_inputs: bool
     trace: str
 
 

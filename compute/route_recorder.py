@@ -1,0 +1,189 @@
+"""Records routes while the model runs: what `--route-trace` writes.
+
+Owns the trace files and what every predictor says at every distance, most of which nobody else asks
+for. Nothing of this runs when no trace is wanted. The arithmetic of the pass is not touched, and
+the time this takes is left out of the times it records.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compute.layers.hyper_connections import collapse
+from compute.layers.moe import Routing
+from compute.layers.norm import rms_norm
+from compute.predictor import predict
+from compute.weights import ModelWeights
+from protocol.config import ModelConfig
+from protocol.errors import ResourceError
+from protocol.route_trace import (
+    GATE,
+    MOE,
+    STREAM,
+    InputsWriter,
+    Predictor,
+    RouteTraceWriter,
+    Step,
+    TraceHeader,
+    inputs_path,
+)
+from protocol.tensor_table import TILE
+
+DISTANCES = (1, 2, 3)
+# Margins of real gates lie within +-2; a step of 1/64 keeps their order.
+MARGIN_STEP = 1 / 64
+
+# resident(layer, experts): whether each is in the cache now.
+ResidentNow = Callable[[int, Sequence[int]], Sequence[bool]]
+
+
+class RouteRecorder:
+    """Fed by `compute.Model` in the order of a pass; writes a step when the pass is over."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        identity: str,
+        slots: int,
+        resident: ResidentNow,
+        stalled: Callable[[], float],
+        with_inputs: bool,
+    ) -> None:
+        """`stalled` gives the seconds waited for experts since the start. Raises ResourceError."""
+        self._config = config
+        self._weights = weights
+        self._resident = resident
+        self._stalled = stalled
+        self.header = _header(config, identity, slots)
+        self._writer = RouteTraceWriter(path, self.header)
+        self._inputs = InputsWriter(inputs_path(path), self.header) if with_inputs else None
+        self._step = 0
+        self._failed = False
+
+    def begin(self, start: int, tokens: int) -> None:
+        """A pass over `tokens` tokens at position `start` begins."""
+        header = self.header
+        picked = (header.layers, tokens, header.top_k)
+        named = (len(header.predictors), header.layers, header.named(tokens))
+        self._start = start
+        self._picks = np.zeros(picked, np.int64)
+        self._kept_weights = np.zeros(picked, np.float32)
+        self._was_resident = np.zeros(picked, np.bool_)
+        self._predicted = np.zeros(named, np.int64)
+        self._scores = np.full(named, np.nan, np.float32)
+        self._seconds = np.zeros((header.layers, 3), np.float32)
+        self._waited = self._stalled()
+        self._resumed = time.monotonic()
+
+    def entered(self, layer: int, streams: torch.Tensor, pre: torch.Tensor) -> None:
+        """`layer` begins with `streams` bf16 [T, hc, D] and the mix `pre` fp32 [T, hc]."""
+        if layer:
+            self._left(layer - 1)
+        eps = self._config.rms_norm_eps
+        mixed = collapse(streams, pre)
+        for number, predictor in self._asked(STREAM):
+            target = layer - 1 + predictor.distance
+            if target < self.header.layers:
+                norm = self._weights.layers[target].ffn_norm
+                self._say(number, target, rms_norm(mixed, norm, eps))
+        self._resumed = time.monotonic()
+
+    def routed(
+        self,
+        layer: int,
+        attention_input: torch.Tensor,
+        x: torch.Tensor,
+        routing: Routing,
+        picks: Sequence[Sequence[int]],
+    ) -> None:
+        """`layer` chose `picks` by bf16 `x` [T, D]; nothing of them has been fetched yet."""
+        self._seconds[layer, 0] = time.monotonic() - self._resumed
+        self._picks[layer] = picks
+        self._kept_weights[layer] = routing.weights.cpu().numpy()
+        distinct = sorted({expert for chosen in picks for expert in chosen})
+        here = np.zeros(self.header.experts, np.bool_)
+        here[distinct] = self._resident(layer, distinct)
+        self._was_resident[layer] = here[self._picks[layer]]
+        for number, predictor in self._asked(MOE):
+            if layer + predictor.distance < self.header.layers:
+                self._say(number, layer + predictor.distance, x)
+        if self._inputs is not None:
+            halves = _half(attention_input), _half(x)
+            self._keep(partial(self._inputs.write, self._step, layer, *halves))
+        self._resumed = time.monotonic()
+
+    def end(self) -> None:
+        """The pass is over."""
+        self._left(self.header.layers - 1)
+        step = Step(
+            self._step,
+            self._start,
+            self._picks,
+            self._kept_weights,
+            self._was_resident,
+            self._predicted,
+            self._scores,
+            self._seconds,
+        )
+        self._keep(partial(self._writer.write, step))
+        self._step += 1
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """Write unless that has failed before: a full disk ends the recording, not a request."""
+        if self._failed:
+            return
+        try:
+            write()
+        except ResourceError as error:
+            self._failed = True
+            print(f"{error}; the route trace ends here", file=sys.stderr, flush=True)
+
+    def _asked(self, source: str) -> list[tuple[int, Predictor]]:
+        numbered = enumerate(self.header.predictors)
+        return [(number, item) for number, item in numbered if item.source == source]
+
+    def _left(self, layer: int) -> None:
+        waited = self._stalled()
+        self._seconds[layer, 2] = waited - self._waited
+        running = time.monotonic() - self._resumed - self._seconds[layer, 2]
+        self._seconds[layer, 1] = max(0.0, running)
+        self._waited = waited
+
+    def _say(self, number: int, target: int, x: torch.Tensor) -> None:
+        count = self._predicted.shape[2]
+        said = predict(x, self._weights.layers[target].gate, self.header.top_k, count)
+        self._predicted[number, target] = said.experts.cpu().numpy()
+        self._scores[number, target] = said.margins.cpu().numpy()
+
+
+def _header(config: ModelConfig, identity: str, slots: int) -> TraceHeader:
+    matrix = config.hidden_size * config.moe_intermediate_size
+    return TraceHeader(
+        identity,
+        config.num_hidden_layers,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.hidden_size,
+        3 * (matrix // 2 + matrix // TILE),
+        slots,
+        2 * config.num_experts_per_tok,
+        tuple(
+            Predictor(GATE, source, distance, MARGIN_STEP)
+            for source in (MOE, STREAM)
+            for distance in DISTANCES
+        ),
+    )
+
+
+def _half(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
+    return x.half().cpu().numpy()
