@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 from compute import formats
 from compute.kernels.limbs import Limbs
-from compute.layers import compressor, engram, hyper_connections, indexer, moe
+from compute.layers import attention, compressor, engram, hyper_connections, indexer, moe
 from compute.layers.norm import rms_norm as normalize
-from compute.rope import Rotation, rotate_tail
+from compute.rope import Rotation, rotate_tail, rotation
 from compute.weights import EngramWeights
 
 #: What matrix products are formed in.
@@ -277,6 +277,52 @@ def route(
     picked = score.gather(1, chosen)
     ids.copy_(chosen)
     weights.copy_(picked / (picked.sum(-1, keepdim=True) + 1e-20) * scaling)
+
+
+def predict(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    ids: torch.Tensor,
+    margins: torch.Tensor,
+    *,
+    top_k: int,
+) -> None:
+    biased = F.softplus(logits.sum(0)[0]).sqrt() + bias
+    best = biased.sort(descending=True, stable=True)
+    ids.copy_(best.indices[: len(ids)])
+    margins.copy_(best.values[: len(ids)] - best.values[top_k - 1])
+
+
+def begin_token(
+    token: torch.Tensor,
+    position: torch.Tensor,
+    embed: torch.Tensor,
+    plain: torch.Tensor,
+    yarn: torch.Tensor,
+    ratios: torch.Tensor,
+    streams: torch.Tensor,
+    collapsed: torch.Tensor,
+    pre: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot: torch.Tensor,
+    window_index: torch.Tensor,
+    visible: torch.Tensor,
+) -> None:
+    at, width = int(position), window_index.shape[1]
+    streams.copy_(embed[token].unsqueeze(1).expand_as(streams))
+    collapsed.copy_(embed[token])
+    pre.copy_(hyper_connections.first_mix(1, pre.shape[1], pre.device))
+    groups = position // ratios * ratios
+    for turn, (of, frequency) in enumerate(
+        [(position, plain), (position, yarn), *((group, yarn) for group in groups.split(1))]
+    ):
+        turned = rotation(of, frequency)
+        cos[turn : turn + 1], sin[turn : turn + 1] = turned
+    slot.fill_(at % width)
+    slots = attention.window_slots(position, width, 0)
+    window_index.copy_(torch.where(slots < 0, -1, slots % width))
+    visible.copy_((at + 1) // ratios)
 
 
 def attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compute.kernels.attention import attend
+from compute.kernels.begin import begin_token
 from compute.kernels.compressor import compress_step, index_key_step
 from compute.kernels.dense import bf16_matvec, fp8_gate_up, fp8_matvec, fp8_matvec_to_streams
 from compute.kernels.engram import engram_add
@@ -15,10 +16,11 @@ from compute.kernels.indexer import (
     index_scores,
 )
 from compute.kernels.norms import finish_query_kv, quantize, rms_norm
-from compute.kernels.router import route
+from compute.kernels.router import predict, route
 
 __all__ = [
     "attend",
+    "begin_token",
     "bf16_matvec",
     "choose_blocks",
     "choose_rows",
@@ -36,6 +38,7 @@ __all__ = [
     "mix_dot",
     "mix_finish",
     "post",
+    "predict",
     "quantize",
     "rms_norm",
     "route",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compute.kernels import attention, hyper_connections, norms, reference, router
+from compute.kernels import attention, begin, hyper_connections, norms, reference, router
 from compute.rope import frequencies, rotation
 from tests.compute.kernels.comparing import (
     DEVICE,
@@ -237,3 +237,35 @@ def test_attention_stays_near_the_recorded_units(case: int) -> None:
     # probabilities.
     assert_close(out.cpu(), units[f"{case}.out"][0], 2.5e-3)
     assert_close(out.cpu(), units[f"{case}.exact"][0], 4e-3)
+
+
+@pytest.mark.parametrize(("splits", "experts", "count", "top_k"), [(3, 16, 2, 3), (1, 24, 8, 4)])
+def test_prediction_names_the_best_experts_and_their_margins(
+    splits: int, experts: int, count: int, top_k: int
+) -> None:
+    got, want = run_both(
+        router.predict, reference.predict,
+        torch.randn(splits, 1, experts) * 4, torch.randn(experts),
+        poisoned(count, dtype=torch.int32), poisoned(count, dtype=FP32), top_k=top_k,
+    )  # fmt: skip
+    assert torch.equal(got[2], want[2])
+    assert_close(got[3], want[3], 2e-6)
+
+
+@pytest.mark.parametrize("position", [0, 5, 15, 16, 1001, 1_048_575])
+def test_a_token_begins_with_its_embedding_and_what_its_position_says(position: int) -> None:
+    width, hc, window, pairs = 96, 4, 16, 16
+    plain, yarn = frequencies(2 * pairs, 1e4, None), frequencies(2 * pairs, 1.6e5, None)
+    got, want = run_both(
+        begin.begin_token, reference.begin_token,
+        torch.tensor([3]), torch.tensor([position]), torch.randn(5, width).to(torch.bfloat16),
+        plain, yarn, torch.tensor([1, 2, 128]),
+        poisoned(1, hc, width), poisoned(1, width), poisoned(1, hc, dtype=FP32),
+        poisoned(5, pairs, dtype=FP32), poisoned(5, pairs, dtype=FP32),
+        poisoned(1, dtype=torch.int32), poisoned(1, window, dtype=torch.int32),
+        poisoned(3, dtype=torch.int32),
+    )  # fmt: skip
+    for place in (6, 7, 8, 11, 12, 13):
+        assert torch.equal(got[place], want[place])
+    for place in (9, 10):
+        assert (got[place] - want[place]).abs().max() <= 2e-7
