@@ -7,21 +7,39 @@ torch, which `--help` should not wait for.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from launch.options import parse_size
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+of_checkpoint = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print figures as JSON.")
+
+
+def rounds_option(default: int) -> Callable[[Command], Command]:
+    """`--rounds`, of which each benchmark needs its own number to be steady."""
+    return click.option(
+        "--rounds", default=default, show_default=True, help="Rounds; medians are over them."
+    )
+
+
+def _say(figures: dict[str, Any], as_json: bool, sentence: str) -> None:
+    click.echo(json.dumps(figures, indent=2) if as_json else sentence)
+
 
 @click.command("io")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@of_checkpoint
 @click.option("--readers", default=4, show_default=True, help="Reader processes, and preadv loops.")
-@click.option("--rounds", default=7, show_default=True, help="Rounds; medians are over them.")
+@rounds_option(7)
 @click.option("--round", "round_size", default="512MiB", show_default=True, help="Bytes a round.")
 @click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
 @click.option("--direct/--buffered", default=True, show_default=True, help="Use O_DIRECT.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@as_json_option
 def io_command(
     directory: Path,
     readers: int,
@@ -39,22 +57,21 @@ def io_command(
     from launch.bench.io import run
 
     figures = run(directory, readers, rounds, parse_size(round_size), parse_size(piece), direct)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-        return
-    click.echo(
+    _say(
+        figures,
+        as_json,
         f"pool {figures['pool_gib_s']:.3f} GiB/s, preadv {figures['preadv_gib_s']:.3f} GiB/s, "
         f"ratio {figures['ratio']:.3f} (medians of {figures['rounds']} rounds, "
-        f"{figures['readers']} readers, experts of {figures['expert_bytes'] / 1e6:.1f} MB)"
+        f"{figures['readers']} readers, experts of {figures['expert_bytes'] / 1e6:.1f} MB)",
     )
 
 
 @click.command("ipc")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@of_checkpoint
 @click.option("--hits", default=20000, show_default=True, help="Looks to time.")
 @click.option("--misses", default=200, show_default=True, help="Misses to time.")
 @click.option("--readers", default=1, show_default=True, help="Reader processes.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@as_json_option
 def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: bool) -> None:
     """What talking costs, over the checkpoint in DIR.
 
@@ -64,22 +81,21 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
     from launch.bench.ipc import run
 
     figures = run(directory, hits, misses, readers)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-        return
-    click.echo(
+    _say(
+        figures,
+        as_json,
         f"hit: {figures['hit_us_p50']:.1f} us for {figures['experts_a_layer']} experts "
         f"(p99 {figures['hit_us_p99']:.1f}); a miss adds {figures['miss_overhead_us_p50']:.0f} us "
-        f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f})"
+        f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f})",
     )
 
 
 @click.command("group")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@of_checkpoint
 @click.option("--tokens", default=64, show_default=True, help="Tokens a round.")
-@click.option("--rounds", default=5, show_default=True, help="Rounds; medians are over them.")
+@rounds_option(5)
 @click.option("--threads", default=1, show_default=True, help="torch threads on both sides.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@as_json_option
 def group_command(directory: Path, tokens: int, rounds: int, threads: int, as_json: bool) -> None:
     """What the process group costs, over the checkpoint in DIR, on the CPU.
 
@@ -89,31 +105,29 @@ def group_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
     from launch.bench.group import run
 
     figures = run(directory, tokens, rounds, threads)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-        return
-    click.echo(
+    _say(
+        figures,
+        as_json,
         f"group {figures['group_tokens_per_s']:.2f} tokens/s, one process "
         f"{figures['one_process_tokens_per_s']:.2f}, ratio {figures['ratio']:.3f} "
-        f"(medians of {figures['rounds']} rounds)"
+        f"(medians of {figures['rounds']} rounds)",
     )
 
 
 @click.command("trace")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@of_checkpoint
 @click.option("--tokens", default=64, show_default=True, help="Tokens a round.")
-@click.option("--rounds", default=7, show_default=True, help="Rounds; medians are over them.")
+@rounds_option(7)
 @click.option("--threads", default=1, show_default=True, help="torch threads.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@as_json_option
 def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_json: bool) -> None:
     """What --trace costs a token, over the checkpoint in DIR, with every expert resident."""
     from launch.bench.trace import run
 
     figures = run(directory, tokens, rounds, threads)
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
-        return
-    click.echo(
+    _say(
+        figures,
+        as_json,
         f"tracing makes a token {figures['traced_cost']:+.1%} longer and writes "
-        f"{figures['events_per_token']:.0f} events for it"
+        f"{figures['events_per_token']:.0f} events for it",
     )
