@@ -7,7 +7,6 @@ requests. Started by the supervisor as `python -m compute.process PIPE PARENT_PI
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -31,6 +30,7 @@ from compute.text import TokenBytes
 from compute.weights import ModelWeights
 from protocol import counters
 from protocol.config import ModelConfig
+from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError, UsageError
 from protocol.identity import checkpoint_identity
 from protocol.layouts import ABSENT, Arena, Directory, EngramRing, Progress
@@ -42,12 +42,6 @@ from protocol.messages import (
     Hello,
     Loading,
     Ready,
-    StatsReply,
-    StatsRequest,
-    Stop,
-    TraceStart,
-    TraceStop,
-    TraceStopped,
 )
 from protocol.shards import Shards
 from protocol.specs import ComputeSpec
@@ -56,7 +50,7 @@ from protocol.transport import Channel
 from protocol.wire import Message
 
 NAME = "compute"
-CONTROL = (Generate, Cancel, StatsRequest, TraceStart, TraceStop, Stop)
+CONTROL = (Generate, Cancel, *COMMON)
 # Requests that wait beside the one at hand; who queues people's requests is the supervisor.
 QUEUED_REQUESTS = 8
 IDLE_WAKE_S = 0.1
@@ -72,6 +66,7 @@ class ComputeProcess:
         self._generator = generator
         self._progress = generator.progress
         self._tracer = tracer
+        self._answers = ControlAnswers(control, NAME, tracer, self._figures, self._stop)
         self._queue: deque[Generate] = deque()
         self._current: int | None = None
         self._cancelled = False
@@ -117,15 +112,8 @@ class ComputeProcess:
                 self._enqueue(message)
             case Cancel(request):
                 self._cancel(request)
-            case StatsRequest(request):
-                self._control.send(StatsReply(request, NAME, self._figures()))
-            case TraceStart(path):
-                self._start_trace(path)
-            case TraceStop():
-                self._tracer.stop()
-                self._control.send(TraceStopped(NAME))
-            case Stop():
-                self._stopping = True
+            case _:
+                self._answers.take(message)
 
     def _enqueue(self, request: Generate) -> None:
         if len(self._queue) < QUEUED_REQUESTS:
@@ -141,11 +129,8 @@ class ComputeProcess:
             self._queue.remove(waiting)
             self._deliver(_unstarted(waiting, "cancelled", ""))
 
-    def _start_trace(self, path: str) -> None:
-        try:
-            self._tracer.start(path)
-        except OSError as error:
-            print(f"trace file {path} cannot be written ({error.strerror})", file=sys.stderr)
+    def _stop(self) -> None:
+        self._stopping = True
 
     def _figures(self) -> dict[str, float]:
         return {

@@ -23,6 +23,7 @@ from engram_io.rows import EngramTable
 from engram_io.token_map import TokenMap
 from protocol import counters
 from protocol.config import ModelConfig
+from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError
 from protocol.faults import FaultPlan
 from protocol.layouts import EngramRing
@@ -34,12 +35,6 @@ from protocol.messages import (
     Hello,
     Loading,
     Ready,
-    StatsReply,
-    StatsRequest,
-    Stop,
-    TraceStart,
-    TraceStop,
-    TraceStopped,
 )
 from protocol.shards import Shards
 from protocol.specs import EngramServiceSpec
@@ -60,6 +55,7 @@ class EngramService:
         self._tracer = Tracer(NAME, spec.trace)
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        self._answers = ControlAnswers(control, NAME, self._tracer, self._figures, self._stop.set)
         self._reading = ThreadPoolExecutor(1, "engram-serve")
         # Newest ticket of every ring block: an older one is no longer wanted by anyone.
         self._newest: dict[int, int] = {}
@@ -102,16 +98,7 @@ class EngramService:
     # --- talking: the event loop's thread ---------------------------------------------------------
 
     def _on_control(self, _sender: str, message: Message) -> None:
-        match message:
-            case Stop():
-                self._stop.set()
-            case StatsRequest(request):
-                self._control.send(StatsReply(request, NAME, self._figures()))
-            case TraceStart(path):
-                self._tracer.start(path)
-            case TraceStop():
-                self._tracer.stop()
-                self._control.send(TraceStopped(NAME))
+        self._answers.take(message)
 
     def _on_request(self, sender: str, message: Message) -> None:
         if isinstance(message, EngramRequest):
@@ -195,9 +182,7 @@ def _check_ring(ring: EngramRing, config: ModelConfig) -> None:
 
 async def _run(spec: EngramServiceSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    control = Channel.connect(
-        context, spec.control, NAME, (Stop, StatsRequest, TraceStart, TraceStop)
-    )
+    control = Channel.connect(context, spec.control, NAME, COMMON)
     requests = Channel.bind(context, spec.engram, (EngramRequest,))
     control.send(Hello(NAME, os.getpid(), 0))
     await EngramService(spec, control, requests).run()

@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 
 from expert_io.disk import ShardFiles
+from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError, ReadError
 from protocol.faults import Fault, FaultPlan
 from protocol.layouts import PAGE, Arena
@@ -28,17 +29,10 @@ from protocol.messages import (
     ReadFailed,
     ReadOrder,
     Ready,
-    StatsReply,
-    StatsRequest,
-    Stop,
-    TraceStart,
-    TraceStop,
-    TraceStopped,
 )
 from protocol.specs import ReaderSpec
 from protocol.trace import Tracer
 from protocol.transport import Channel
-from protocol.wire import Message
 
 NAN_SCALE = 255
 WAIT_S = 3600.0
@@ -53,6 +47,8 @@ class Reader:
         self._control = control
         self._orders = orders
         self._tracer = Tracer(self._name, spec.trace)
+        self._answers = ControlAnswers(control, self._name, self._tracer, self._figures, self._stop)
+        self._stopping = False
         self._faults = FaultPlan.parse(spec.faults, seed=spec.reader)
         self._struck: list[Fault] = []
         self._files = ShardFiles(spec.files, spec.direct, self._preadv)
@@ -73,31 +69,21 @@ class Reader:
             way += "; disk emulated" + _emulation(self._spec)
         self._control.send(Ready(self._name, {"expert reads": way}))
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
-        while True:
+        while not self._stopping:
             poller.poll(int(WAIT_S * 1000))
             for _, message in self._orders.drain():
                 if isinstance(message, ReadOrder):
                     self._serve(message)
             for _, message in self._control.drain():
-                if isinstance(message, Stop):
-                    self._tracer.stop()
-                    return
-                self._answer_control(message)
+                self._answers.take(message)
+        self._tracer.stop()
 
-    def _answer_control(self, message: Message) -> None:
-        match message:
-            case StatsRequest(request):
-                figures = {
-                    "reads": self._reads,
-                    "read_bytes": self._bytes,
-                    "malformed_messages": float(self._control.malformed + self._orders.malformed),
-                }
-                self._control.send(StatsReply(request, self._name, figures))
-            case TraceStart(path):
-                self._tracer.start(path)
-            case TraceStop():
-                self._tracer.stop()
-                self._control.send(TraceStopped(self._name))
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _figures(self) -> dict[str, float]:
+        malformed = self._control.malformed + self._orders.malformed
+        return {"reads": self._reads, "read_bytes": self._bytes, "malformed_messages": malformed}
 
     def _serve(self, order: ReadOrder) -> None:
         begin = time.monotonic_ns()
@@ -189,8 +175,7 @@ def serve(spec: ReaderSpec) -> None:
     """The process's whole life."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     name = f"reader-{spec.reader}"
-    accepts = (Stop, StatsRequest, TraceStart, TraceStop)
-    control = Channel.connect(context, spec.control, name, accepts)
+    control = Channel.connect(context, spec.control, name, COMMON)
     orders = Channel.connect(context, spec.orders, name, (ReadOrder,))
     control.send(Hello(name, os.getpid(), spec.incarnation))
     Reader(spec, control, orders).run()

@@ -24,6 +24,7 @@ from expert_io.service_trace import ServiceTrace
 from expert_io.slices import SliceMap
 from protocol import counters
 from protocol.config import ModelConfig
+from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError
 from protocol.layouts import Arena, Directory, Progress
 from protocol.lifecycle import run_child
@@ -40,12 +41,6 @@ from protocol.messages import (
     ReadFailed,
     ReadOrder,
     Ready,
-    StatsReply,
-    StatsRequest,
-    Stop,
-    TraceStart,
-    TraceStop,
-    TraceStopped,
 )
 from protocol.shards import Shards
 from protocol.specs import ExpertServiceSpec
@@ -99,6 +94,7 @@ class ExpertService:
         self._trace = ServiceTrace(tracer, self.residency.figures, self._loop)
         self._looking = False
         self._stop = asyncio.Event()
+        self._answers = ControlAnswers(control, NAME, self._trace, self._figures, self._stop.set)
 
     async def run(self, compute: Channel, readers: Channel) -> None:
         """Serve until told to stop."""
@@ -117,16 +113,7 @@ class ExpertService:
     # --- messages ---------------------------------------------------------------------------------
 
     def _on_control(self, _sender: str, message: Message) -> None:
-        match message:
-            case Stop():
-                self._stop.set()
-            case StatsRequest(request):
-                self._control.send(StatsReply(request, NAME, self._figures()))
-            case TraceStart(path):
-                self._trace.start(path)
-            case TraceStop():
-                self._trace.stop()
-                self._control.send(TraceStopped(NAME))
+        self._answers.take(message)
 
     def _on_compute(self, sender: str, message: Message) -> None:
         match message:
@@ -283,9 +270,7 @@ async def _run(spec: ExpertServiceSpec) -> None:
     # Bound before anything slow, so that peers that start earlier find it.
     compute = Channel.bind(context, spec.experts, (Demand, Hint))
     readers = Channel.bind(context, spec.readers_endpoint, (ReaderHello, ReadDone, ReadFailed))
-    control = Channel.connect(
-        context, spec.control, NAME, (Stop, StatsRequest, TraceStart, TraceStop)
-    )
+    control = Channel.connect(context, spec.control, NAME, COMMON)
     control.send(Hello(NAME, os.getpid(), 0))
     await ExpertService(spec, control).run(compute, readers)
 

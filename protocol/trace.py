@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,10 +39,13 @@ class Tracer:
         return self._file is not None
 
     def start(self, path: str) -> None:
-        """Write to `path` from now on."""
+        """Write to `path` from now on; one that cannot be written is said and not traced to."""
         self.stop()
         self._tracks.clear()
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in stop
+        try:
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in stop
+        except OSError as error:
+            print(f"trace file {path} cannot be written ({error.strerror})", file=sys.stderr)
 
     def stop(self) -> None:
         """Write what is kept and close the file."""
