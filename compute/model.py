@@ -176,22 +176,24 @@ class Model:
         """One layer: bf16 `streams` [T, hc, D] and mix `pre` fp32 [T, hc] to those of the next."""
         weights, eps = self._weights.layers[layer], self.config.rms_norm_eps
         self._show("stream_in", layer, streams)
-        if self._routes is not None:
-            self._routes.entered(layer, streams, pre)
         with self._tracer.span("attention", layer=layer):
             mixes = self._mixes(streams, weights.attention_mix)
-            before = rms_norm(collapse(streams, pre), weights.attention_norm, eps)
-            y = self.attention(layer, before, chunk, state)
+            if self._routes is not None:
+                self._routes.entered(layer, streams, mixes)
+            x = rms_norm(collapse(streams, pre), weights.attention_norm, eps)
+            y = self.attention(layer, x, chunk, state)
             streams = write_back(y, streams, mixes)
         with self._tracer.span("routing", layer=layer):
             ffn_mixes = self._mixes(streams, weights.ffn_mix)
             x = rms_norm(collapse(streams, mixes.pre), weights.ffn_norm, eps)
             routing, picks = self._route(layer, x)
         if self._routes is not None:
-            self._routes.routed(layer, before, x, routing, picks)
+            self._routes.routed(layer, x, routing, picks)
         with self._tracer.span("experts", layer=layer):
             y = self._experts_product(layer, x, routing, picks)
             streams = write_back(y, streams, ffn_mixes)
+        if self._routes is not None:
+            self._routes.left(layer)
         self._show("stream_out", layer, streams)
         self._show("pre_mix", layer, ffn_mixes.pre)
         return streams, ffn_mixes.pre

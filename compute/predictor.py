@@ -1,4 +1,4 @@
-"""Which experts the next layer will likely want: its gate, applied to this layer's MoE input."""
+"""Which experts a later layer will likely want: its gate, applied to what is known earlier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from compute.layers.hyper_connections import Mixes, collapse, write_back
 from compute.layers.moe import gate_scores
+from compute.layers.norm import rms_norm
 from compute.weights import GateWeights
 
 
@@ -27,3 +29,15 @@ def predict(x: torch.Tensor, gate: GateWeights, top_k: int, count: int) -> Predi
     cut = biased.topk(top_k, -1).values[:, -1:]
     best = (biased - cut).amax(0).topk(min(count, biased.shape[1]))
     return Prediction(best.indices, best.values)
+
+
+def before_attention(
+    streams: torch.Tensor, mixes: Mixes, ffn_norm: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """bf16 [T, D]: a layer's MoE input if its attention added nothing to `streams` [T, hc, D].
+
+    `mixes` are its attention's, made from the same streams. How the streams are carried over and
+    collapsed is exact; only the attention's own output is missing.
+    """
+    nothing = streams.new_zeros(streams.shape[0], streams.shape[2])
+    return rms_norm(collapse(write_back(nothing, streams, mixes), mixes.pre), ffn_norm, eps)

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compute.layers.hyper_connections import collapse
+from compute.layers.hyper_connections import Mixes
 from compute.layers.moe import Routing
-from compute.layers.norm import rms_norm
-from compute.predictor import predict
+from compute.predictor import before_attention, predict
 from compute.weights import ModelWeights
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError
@@ -85,46 +84,43 @@ class RouteRecorder:
         self._waited = self._stalled()
         self._resumed = time.monotonic()
 
-    def entered(self, layer: int, streams: torch.Tensor, pre: torch.Tensor) -> None:
-        """`layer` begins with `streams` bf16 [T, hc, D] and the mix `pre` fp32 [T, hc]."""
-        if layer:
-            self._left(layer - 1)
-        eps = self._config.rms_norm_eps
-        mixed = collapse(streams, pre)
-        for number, predictor in self._asked(STREAM):
-            target = layer - 1 + predictor.distance
-            if target < self.header.layers:
-                norm = self._weights.layers[target].ffn_norm
-                self._say(number, target, rms_norm(mixed, norm, eps))
+    def entered(self, layer: int, streams: torch.Tensor, mixes: Mixes) -> None:
+        """`layer` begins with `streams` bf16 [T, hc, D]; its attention's `mixes` are known."""
+        self._seconds[layer, 0] = time.monotonic() - self._resumed
+        self._ahead = before_attention(
+            streams, mixes, self._weights.layers[layer].ffn_norm, self._config.rms_norm_eps
+        )
+        self._say(STREAM, layer - 1, self._ahead)
         self._resumed = time.monotonic()
 
     def routed(
-        self,
-        layer: int,
-        attention_input: torch.Tensor,
-        x: torch.Tensor,
-        routing: Routing,
-        picks: Sequence[Sequence[int]],
+        self, layer: int, x: torch.Tensor, routing: Routing, picks: Sequence[Sequence[int]]
     ) -> None:
         """`layer` chose `picks` by bf16 `x` [T, D]; nothing of them has been fetched yet."""
-        self._seconds[layer, 0] = time.monotonic() - self._resumed
+        self._seconds[layer, 0] += time.monotonic() - self._resumed
         self._picks[layer] = picks
         self._kept_weights[layer] = routing.weights.cpu().numpy()
         distinct = sorted({expert for chosen in picks for expert in chosen})
         here = np.zeros(self.header.experts, np.bool_)
         here[distinct] = self._resident(layer, distinct)
         self._was_resident[layer] = here[self._picks[layer]]
-        for number, predictor in self._asked(MOE):
-            if layer + predictor.distance < self.header.layers:
-                self._say(number, layer + predictor.distance, x)
+        self._say(MOE, layer, x)
         if self._inputs is not None:
-            halves = _half(attention_input), _half(x)
+            halves = _half(self._ahead), _half(x)
             self._keep(partial(self._inputs.write, self._step, layer, *halves))
+        self._resumed = time.monotonic()
+
+    def left(self, layer: int) -> None:
+        """`layer` is done."""
+        waited = self._stalled()
+        self._seconds[layer, 2] = waited - self._waited
+        running = time.monotonic() - self._resumed - self._seconds[layer, 2]
+        self._seconds[layer, 1] = max(0.0, running)
+        self._waited = waited
         self._resumed = time.monotonic()
 
     def end(self) -> None:
         """The pass is over."""
-        self._left(self.header.layers - 1)
         step = Step(
             self._step,
             self._start,
@@ -148,22 +144,15 @@ class RouteRecorder:
             self._failed = True
             print(f"{error}; the route trace ends here", file=sys.stderr, flush=True)
 
-    def _asked(self, source: str) -> list[tuple[int, Predictor]]:
-        numbered = enumerate(self.header.predictors)
-        return [(number, item) for number, item in numbered if item.source == source]
-
-    def _left(self, layer: int) -> None:
-        waited = self._stalled()
-        self._seconds[layer, 2] = waited - self._waited
-        running = time.monotonic() - self._resumed - self._seconds[layer, 2]
-        self._seconds[layer, 1] = max(0.0, running)
-        self._waited = waited
-
-    def _say(self, number: int, target: int, x: torch.Tensor) -> None:
+    def _say(self, source: str, done: int, x: torch.Tensor) -> None:
+        """What predictors of `source` say by `x`, when layer `done` is the last one known."""
         count = self._predicted.shape[2]
-        said = predict(x, self._weights.layers[target].gate, self.header.top_k, count)
-        self._predicted[number, target] = said.experts.cpu().numpy()
-        self._scores[number, target] = said.margins.cpu().numpy()
+        for number, predictor in enumerate(self.header.predictors):
+            target = done + predictor.distance
+            if predictor.source == source and target < self.header.layers:
+                said = predict(x, self._weights.layers[target].gate, self.header.top_k, count)
+                self._predicted[number, target] = said.experts.cpu().numpy()
+                self._scores[number, target] = said.margins.cpu().numpy()
 
 
 def _header(config: ModelConfig, identity: str, slots: int) -> TraceHeader:

@@ -53,8 +53,8 @@ class Predictor:
 
     `gate` is the target's own gate and its scores are margins above the cut at top-k (0 and more:
     it would be picked); `fitted` scores are log-odds of being picked. `moe` sees the MoE input of
-    layer target - distance; `stream` sees what that layer puts out, which is what the next layer
-    sees before its attention. Scores are kept as multiples of `score_step`.
+    layer target - distance; `stream` sees what the next layer's experts would see if its attention
+    added nothing, which is known before that. Scores are kept as multiples of `score_step`.
     """
 
     method: str
@@ -185,7 +185,7 @@ class InputsWriter(_Writer):
         super().__init__(path, INPUTS, header)
 
     def write(self, step: int, layer: int, stream: Halves, moe: Halves) -> None:
-        """Append [T, hidden] before `layer`'s attention and before its experts, both normalized."""
+        """Append [T, hidden]: `layer`'s MoE input foreseen before its attention, and as it was."""
         payload = _LAYER.pack(step, layer, len(moe)) + stream.tobytes() + moe.tobytes()
         self._write_block(payload)
 
@@ -331,7 +331,8 @@ class InputsTrace(_Reader):
         return sum(places[0][1] for places in self._steps)
 
     def layer(self, layer: int) -> tuple[Halves, Halves]:
-        """float16 [tokens, hidden] before `layer`'s attention and before its experts."""
+        """float16 [tokens, hidden]: `layer`'s MoE input foreseen before its attention, and as it
+        was."""
         hidden = self.header.hidden
         streams, moes = [], []
         with self.path.open("rb") as file:
