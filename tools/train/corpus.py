@@ -1,9 +1,9 @@
-"""Documents of prose out of documentation packages.
+"""Documents of prose out of packages.
 
-Owns the fetching (Debian's own client), the reading of HTML pages and the choice of what counts as
-prose: paragraphs and the headings above them; code, tables, lists of symbols and repeated
-boilerplate are
-left out. Promises the same documents in the same order for the same package versions.
+Owns the fetching (Debian's and Python's own clients), the reading of HTML pages and the choice of
+what counts as prose: paragraphs and the headings above them; code, tables, lists of symbols and
+repeated boilerplate are left out. Promises the same documents in the same order for the same
+package versions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,31 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
 from protocol.errors import ResourceError
+from tools.train import api_docs
 from tools.train.sources import Source
+
+READERS: dict[str, api_docs.Reader] = {
+    "service models": api_docs.service_models,
+    "discovery": api_docs.discovery_documents,
+    "docstrings": api_docs.docstrings,
+    "ansible": api_docs.modules_of_ansible,
+    "comments": api_docs.comments,
+    "pods": api_docs.pods,
+}
 
 HEADINGS = {"h1", "h2", "h3", "h4"}
 SKIPPED = {"script", "style", "pre", "table", "nav", "footer", "header", "svg", "math", "form"}
 SHORTEST_PARAGRAPH = 60
 SHORTEST_DOCUMENT = 300
+# Files of many short sections are cut into documents of about so many characters.
+LONG_DOCUMENT = 8000
 HELD_OUT_IN = 100
 _SPACES = re.compile(r"\s+")
 _LANGUAGE = (
@@ -34,14 +47,16 @@ _FOREIGN = re.compile(
     rf"|\.({_LANGUAGE}|pt-br|zh-cn)(\.|$)"
 )
 
+# Headings and what stands under them.
+Sections = tuple[tuple[str, str], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One page's prose: `Section`s joined by blank lines; `held_out` says which side of the split
-    it is on."""
+    """One page's prose; `held_out` says which side of the split it is on."""
 
     name: str
-    sections: tuple[tuple[str, str], ...]
+    sections: Sections
     held_out: bool
 
     @property
@@ -99,27 +114,38 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def fetch(source: Source, directory: Path) -> Path:
-    """Download `source` with apt and unpack it under `directory`; raises ResourceError."""
-    unpacked = directory / source.package
-    if unpacked.is_dir():
-        return unpacked
+    """The package file of `source` in `directory`, downloaded first where it is not there yet;
+    raises ResourceError."""
     directory.mkdir(parents=True, exist_ok=True)
-    if not list(directory.glob(f"{source.package}_*.deb")):
-        done = subprocess.run(
-            ["apt-get", "download", source.package], cwd=directory, capture_output=True, text=True
-        )
+    if source.version:
+        pattern = f"{source.package.replace('-', '_')}-{source.version}-*.whl"
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command.append(f"{source.package}=={source.version}")
+    else:
+        pattern = f"{source.package}_*.deb"
+        command = ["apt-get", "download", source.package]
+    if not list(directory.glob(pattern)):
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
         if done.returncode:
             raise ResourceError(
-                f"apt-get download {source.package} failed "
-                f"({done.stderr.strip().splitlines()[-1:]}); "
-                "run apt-get update, on Debian 12"
+                f"{' '.join(command)} failed ({done.stderr.strip().splitlines()[-1:]}); "
+                "it needs pip's index and Debian 12's archive, after apt-get update"
             )
-    (package,) = directory.glob(f"{source.package}_*.deb")
-    subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
+    (package,) = directory.glob(pattern)
+    return package
+
+
+def unpack(source: Source, package: Path) -> Path:
+    """Where the files of `package` lie: a directory beside it, or a wheel itself."""
+    if package.suffix != ".deb":
+        return package
+    unpacked = package.parent / source.package
+    if not unpacked.is_dir():
+        subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
     return unpacked
 
 
-def _sections(blocks: list[tuple[bool, str]], seen: set[bytes]) -> tuple[tuple[str, str], ...]:
+def _sections(blocks: list[tuple[bool, str]], seen: set[bytes]) -> Sections:
     sections: list[tuple[str, list[str]]] = [("", [])]
     for is_heading, text in blocks:
         if is_heading:
@@ -133,8 +159,35 @@ def _sections(blocks: list[tuple[bool, str]], seen: set[bytes]) -> tuple[tuple[s
 
 
 def documents(source: Source, unpacked: Path, seen: set[bytes]) -> Iterator[Document]:
-    """The prose of every English page of `source`; paragraphs in `seen` are dropped, new ones added
-    to it."""
+    """The prose of every file of `source`; paragraphs in `seen` are dropped, new ones added to
+    it. A file is held out or trained on as a whole."""
+    if source.reader == "pages":
+        yield from _pages(source, unpacked, seen)
+        return
+    for file, blocks in READERS[source.reader](unpacked):
+        name = f"{source.package}/{file}"
+        for number, sections in enumerate(_cut(_sections(blocks, seen))):
+            if sum(len(body) for _, body in sections) >= SHORTEST_DOCUMENT:
+                yield Document(f"{name}#{number}", sections, _held_out(name))
+
+
+def _cut(sections: Sections) -> Iterator[Sections]:
+    part: list[tuple[str, str]] = []
+    for section in sections:
+        part.append(section)
+        if sum(len(body) for _, body in part) >= LONG_DOCUMENT:
+            yield tuple(part)
+            part = []
+    if part:
+        yield tuple(part)
+
+
+def _held_out(name: str) -> bool:
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+    return number % HELD_OUT_IN == 0
+
+
+def _pages(source: Source, unpacked: Path, seen: set[bytes]) -> Iterator[Document]:
     pages = sorted(p for p in unpacked.rglob("*") if ".html" in p.name or p.suffix == ".htm")
     for page in pages:
         name = f"{source.package}/{page.relative_to(unpacked)}"
@@ -145,5 +198,4 @@ def documents(source: Source, unpacked: Path, seen: set[bytes]) -> Iterator[Docu
         parser.close()
         sections = _sections(parser.blocks, seen)
         if sum(len(body) for _, body in sections) >= SHORTEST_DOCUMENT:
-            number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-            yield Document(name, sections, number % HELD_OUT_IN == 0)
+            yield Document(name, sections, _held_out(name))

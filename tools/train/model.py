@@ -38,7 +38,7 @@ class Block(nn.Module):
         picks = c.dspark_num_experts_per_tok if draft else c.num_experts_per_tok
         self.attn_norm, self.ffn_norm = Scale(c.hidden_size), Scale(c.hidden_size)
         self.attn = Attention(c, layer, draft)
-        self.ffn = Moe(c, experts, picks)
+        self.ffn = Moe(c, experts, picks, run=0 if draft else c.sliding_window)
         for side in ("attn", "ffn"):
             self._add_mixes(side, layer)
         if not draft and layer in c.engram_layer_ids:

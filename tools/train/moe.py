@@ -59,15 +59,17 @@ class Gate(nn.Module):
 class Moe(nn.Module):
     """One layer's gate, routed experts and shared expert."""
 
-    def __init__(self, config: ModelConfig, count: int, picks: int) -> None:
+    def __init__(self, config: ModelConfig, count: int, picks: int, run: int = 0) -> None:
+        """With `run`, T is a multiple of it and every training pass leaves `scatter`."""
         super().__init__()
-        self.config, self.count, self.picks = config, count, picks
+        self.config, self.count, self.picks, self.run = config, count, picks, run
         self.gate = Gate(config, count)
         self.experts = Experts(config, count)
         self.shared_experts = SharedExpert(config)
         self.capacity = 1.5
         self.register_buffer("load", torch.zeros(count), persistent=False)
         self.load: torch.Tensor
+        self.scatter: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """bf16 [T, H] -> bf16 [T, H]; leaves each expert's share of the picks in `load`."""
@@ -77,6 +79,8 @@ class Moe(nn.Module):
         room = slots_per_expert(len(x), self.picks, self.count, self.capacity, self.training)
         slot_of_pick, pick_of_slot, load = place(chosen, self.count, room)
         self.load = load.detach()
+        if self.training and self.run:
+            self.scatter = scatter(x, self.gate.weight, self.run)
         shared, experts = self.shared_experts, self.experts
         return _experts(
             x, weights, slot_of_pick, pick_of_slot,
@@ -116,6 +120,19 @@ def route(
     indices = torch.cat(chosen, -1)
     weights = scores.gather(-1, indices)
     return indices, weights / (weights.sum(-1, keepdim=True) + 1e-20) * scaling
+
+
+@fused
+def scatter(x: torch.Tensor, gate: torch.Tensor, run: int) -> torch.Tensor:
+    """The part of the variance of all experts' logits that lies within runs of `run` tokens.
+
+    Between 0 (tokens of one run all route alike) and 1 (a run's mean says nothing); independent of
+    the logits' size, so it can be lowered only by routing on what neighbours have in common.
+    """
+    logits = F.linear(x.float(), rounding.stored_bf16(gate).float())
+    runs = logits.unflatten(0, (-1, run))
+    within = (runs - runs.mean(1, keepdim=True)).square().mean()
+    return within / ((logits - logits.mean(0)).square().mean() + 1e-12)
 
 
 @torch.no_grad()

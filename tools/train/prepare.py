@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from engram_io.token_map import TokenMap
 from tools.train import tokens
-from tools.train.corpus import Document, documents, fetch
+from tools.train.corpus import Document, documents, fetch, unpack
 from tools.train.demo_config import MODEL_TEXT_CONFIG, config_file
 from tools.train.sources import SOURCES
 from tools.train.tokenizer import (
@@ -75,9 +75,9 @@ def gather(downloads: Path) -> tuple[list[Document], list[dict[str, Any]]]:
     everything: list[Document] = []
     report = []
     for source in SOURCES:
-        found = list(documents(source, fetch(source, downloads), seen))
+        package = fetch(source, downloads)
+        found = list(documents(source, unpack(source, package), seen))
         everything += found
-        (package,) = downloads.glob(f"{source.package}_*.deb")
         size = sum(len(document.text) for document in found)
         report.append(
             {
@@ -97,7 +97,7 @@ def gather(downloads: Path) -> tuple[list[Document], list[dict[str, Any]]]:
     "--downloads",
     type=click.Path(path_type=Path),
     required=True,
-    help="Where package files are kept; about 3 GB unpacked.",
+    help="Where package files are kept; about 5 GB unpacked.",
 )
 def main(out: Path, downloads: Path) -> None:
     everything, sources = gather(downloads)
@@ -106,7 +106,10 @@ def main(out: Path, downloads: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     vocab_size = MODEL_TEXT_CONFIG["vocab_size"]
-    tokenizer = train_tokenizer((document.text for document in train), vocab_size)
+    pages = {source.package for source in SOURCES if source.reader == "pages"}
+    # Written for readers throughout: names in code and services' jargon would take up the ids.
+    written = (d.text for d in train if d.name.partition("/")[0] in pages)
+    tokenizer = train_tokenizer(written, vocab_size)
     tokenizer.save(str(out / "tokenizer.json"))
     write_json(out / "tokenizer_config.json", tokenizer_config())
     classes = TokenMap.from_tokenizer(tokenizer, vocab_size)

@@ -1,7 +1,8 @@
 """The text the demo model is trained on: which packages, under which licences.
 
-Owns nothing but this list. Every source is a documentation package of Debian's main archive, so
-each is free under Debian's guidelines; its full terms are the `copyright` file inside the package.
+Owns nothing but this list. Every source is a package of Debian's main archive, free under Debian's
+guidelines with its full terms in the `copyright` file inside, or a package of PyPI with its licence
+inside.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One Debian package whose HTML pages are read, and the licence of its documentation."""
+    """One package, the licence of what is read of it, and by which reader of `corpus.READERS`.
+
+    `version` is given for a package of PyPI and empty for one of Debian.
+    """
 
     package: str
     licence: str
+    reader: str = "pages"
+    version: str = ""
 
 
 SOURCES = (
@@ -53,4 +59,12 @@ SOURCES = (
     Source("postfix-doc", "EPL-2.0 or IPL-1.0"),
     Source("exim4-doc-html", "GPL-2.0-or-later"),
     Source("wx3.2-doc", "wxWindows documentation licence"),
+    Source("perl-doc", "Artistic-1.0-Perl or GPL-1.0-or-later", "pods"),
+    Source("golang-1.19-src", "BSD-3-Clause", "comments"),
+    Source("botocore", "Apache-2.0", "service models", "1.44.8"),
+    Source("google-api-python-client", "Apache-2.0", "discovery", "2.202.0"),
+    Source("oci", "UPL-1.0 or Apache-2.0", "docstrings", "2.189.0"),
+    Source("ansible", "GPL-3.0-or-later", "ansible", "12.3.0"),
+    Source("linux-source-6.1", "GPL-2.0", "comments"),
+    Source("gcc-12-source", "GPL-3.0-or-later", "comments"),
 )
