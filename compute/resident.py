@@ -41,6 +41,10 @@ class ResidentExperts:
         held = self._layers[layer]
         return ((expert, held[expert]) for expert in self._arrival(layer, experts))
 
+    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
+        held = self._layers[layer]
+        return [[part.data_ptr() for part in held[expert]] for expert in experts]
+
     def hint(
         self,
         layer: int,

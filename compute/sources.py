@@ -69,6 +69,19 @@ class ExpertSource(Protocol):
         ...
 
 
+class PlacedExperts(ExpertSource, Protocol):
+    """An ExpertSource that also says where experts lie, all that a layer needs at once."""
+
+    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """For each of `experts` of `layer` the addresses of its six tensors, as in ExpertBytes.
+
+        Each is a multiple of 16. The device may read them from what is launched on the current
+        stream after this call, up to the next `release`. Waits until all are there; raises
+        ReadError and StallError as `fetch` does.
+        """
+        ...
+
+
 class EngramSource(Protocol):
     """Gives the engram rows of a run of tokens, asked for before the pass that adds them."""
 

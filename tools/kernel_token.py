@@ -75,7 +75,6 @@ class Token:
         self.bytes = sum(layer.bytes for layer in self.layers) + self.head.nbytes
         self.launches = 0
         self.side = torch.cuda.Stream()
-        blocks = attention.attention_blocks(WINDOW, CHOSEN)
         self.b = SimpleNamespace(
             streams=torch.randn(1, HC, H, device=DEVICE).to(BF16),
             collapsed=torch.randn(1, H, device=DEVICE).to(BF16),
@@ -90,9 +89,7 @@ class Token:
             compressed=torch.randn(4096, HEAD, device=DEVICE).to(BF16),
             chosen=torch.randint(0, 4096, (1, CHOSEN), dtype=torch.int32, device=DEVICE),
             sink=torch.randn(HEADS, device=DEVICE), attended=buffer(1, HEADS, HEAD),
-            partials=buffer(1, blocks, HEADS, HEAD, dtype=FP32),
-            greatest=buffer(1, blocks, HEADS, dtype=FP32),
-            denominator=buffer(1, blocks, HEADS, dtype=FP32),
+            scratch=attention.AttentionScratch.empty(1, WINDOW + CHOSEN, HEADS, HEAD, DEVICE),
             grouped=buffer(1, 8192), logits=buffer(10, 1, EXPERTS, dtype=FP32),
             ids=buffer(1, PICKS, dtype=torch.int32), weights=buffer(1, PICKS, dtype=FP32),
             shared_a=buffer(1, INTER), shared=buffer(1, H), a=buffer(PICKS, INTER), picks=buffer(1,
@@ -117,7 +114,7 @@ class Token:
         b = self.b
         k.attend(
             b.q, b.cos, b.sin, self.layers[0].window, b.window_index, b.compressed, b.chosen,
-            b.sink, b.attended, b.partials, b.greatest, b.denominator,
+            b.sink, b.attended, b.scratch,
         )  # fmt: skip
 
     def before_attention(self, layer: Layer) -> None:
@@ -211,7 +208,7 @@ class Token:
             self.routed(layer)
         k.rms_norm(self.b.collapsed, self.b.norm, self.b.x, None, eps=1e-20)
         k.bf16_matvec(self.b.x, self.head, self.b.out, **self.tiles.get("head", {}))
-        self.launches = len(self.layers) * 20 + 2
+        self.launches = len(self.layers) * 21 + 2
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """The token's stages by themselves, each over all layers."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from compute import formats
+from compute.kernels.attention import AttentionScratch
 from compute.kernels.limbs import Limbs
 from compute.layers import attention, compressor, engram, hyper_connections, indexer, moe
 from compute.layers.norm import rms_norm as normalize
@@ -335,38 +336,17 @@ def attend(
     chosen: torch.Tensor,
     sink: torch.Tensor,
     out: torch.Tensor,
-    partials: torch.Tensor,
-    greatest: torch.Tensor,
-    denominator: torch.Tensor,
+    scratch: AttentionScratch,
 ) -> None:
-    """Blocks of 64 as in the kernel, each rounding its probabilities relative to its own
-    greatest.
-    """
-    rotation, width = Rotation(cos, sin), q.shape[-1]
+    rotation = Rotation(cos, sin)
+    index = torch.cat((window_index, chosen), 1)
+    # An empty slot's bytes may be anything; its probability of zero must win.
+    kv = torch.cat(
+        (window[window_index.clamp_min(0).long()], compressed[chosen.clamp_min(0).long()]), 1
+    ).masked_fill((index < 0).unsqueeze(-1), 0.0)
     query = rotate_tail(q, rotation).to(PRODUCT)
-    tops, totals, values = [], [], []
-    for source, index in ((window, window_index), (compressed, chosen)):
-        for block in index.split(64, dim=1):
-            if block.shape[1] == 0:
-                continue
-            kv = source[block.clamp_min(0).long()].to(PRODUCT)
-            unseen = (block < 0).unsqueeze(1)
-            score = torch.einsum("thd,tnd->thn", query, kv).float() * width**-0.5
-            score = score.masked_fill(unseen, float("-inf"))
-            top = score.amax(-1)
-            p = torch.exp(score - top.nan_to_num(neginf=0.0).unsqueeze(-1))
-            tops.append(top)
-            totals.append(p.sum(-1))
-            rounded = p.to(torch.bfloat16).to(PRODUCT)
-            # A masked row's bytes may be anything; its probability of zero must win.
-            kv = kv.masked_fill((block < 0).unsqueeze(-1), 0.0)
-            values.append(torch.einsum("thn,tnd->thd", rounded, kv).float())
-    top = torch.stack(tops)
-    most = torch.maximum(top.amax(0), sink.float())
-    share = torch.exp(top - most)
-    total = (torch.stack(totals) * share).sum(0) + torch.exp(sink.float() - most)
-    y = (torch.stack(values) * (share / total).unsqueeze(-1)).sum(0).to(torch.bfloat16)
-    out.copy_(rotate_tail(y, rotation, inverse=True))
+    y = attention.attend(query, kv.to(PRODUCT), index >= 0, sink.to(PRODUCT))
+    out.copy_(rotate_tail(y.to(torch.bfloat16), rotation, inverse=True))
 
 
 def engram_add(

@@ -92,7 +92,7 @@ def sparse_attention(
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, sink: torch.Tensor
 ) -> torch.Tensor:
-    """fp32 [T, heads, d] of fp32 `queries` [T, heads, d], `keys` [T, S, d], bool `filled` [T, S].
+    """[T, heads, d] of fp32 `queries` [T, heads, d], `keys` [T, S, d], bool `filled` [T, S].
 
     Probabilities are rounded to bf16 for the value product, relative to the maximum of the blocks
     of 64 slots seen so far; the denominator sums them unrounded. A query without a slot gives 0.
@@ -109,7 +109,7 @@ def attend(
         rescale = torch.exp(highest - origin)
         shares = torch.exp(block - origin.unsqueeze(-1))
         total = total * rescale + shares.sum(-1)
-        rounded = shares.to(torch.bfloat16).float()
+        rounded = shares.to(torch.bfloat16).to(shares.dtype)
         values = torch.bmm(rounded, keys[:, begin : begin + SLOTS_PER_BLOCK])
         summed = summed.mul_(rescale.unsqueeze(-1)).add_(values)
         highest = higher

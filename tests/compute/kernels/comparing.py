@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compute.kernels.attention import AttentionScratch
 from compute.kernels.limbs import Limbs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,9 +57,9 @@ def empty_limbs(vectors: int, columns: int) -> Limbs:
 
 
 def _moved(argument: Any, device: torch.device) -> Any:
-    """A copy of a tensor, or of each tensor of `Limbs`, on `device`."""
-    if isinstance(argument, Limbs):
-        return Limbs(*(_moved(part, device) for part in argument))
+    """A copy of a tensor, or of each tensor of a tuple of them, on `device`."""
+    if isinstance(argument, (Limbs, AttentionScratch)):
+        return type(argument)(*(_moved(part, device) for part in argument))
     return None if argument is None else argument.to(device).clone()
 
 

@@ -1,0 +1,1 @@
+"""A decode step of one token through the kernels, eagerly or as captured graphs."""

@@ -1,0 +1,144 @@
+"""The dense weights as the kernels of a decode step take them.
+
+Owns no bytes but two copies: the gates of all layers as one matrix, so that a layer's gate and the
+next one's are one product, and a gated compressor's two matrices as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compute.weights import (
+    CompressorWeights,
+    EngramWeights,
+    IndexerWeights,
+    LayerWeights,
+    MixWeights,
+    ModelWeights,
+)
+
+#: uint8 e4m3 codes [N, K] and e8m0 scales [N/32, K/32] of an fp8 weight.
+Stored = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorArguments:
+    """`product` bf16 [kinds * head_dim, D]: kv, and the gate below it where there is one."""
+
+    product: torch.Tensor
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerArguments:
+    """`wk` and `k_norm` are None where the layer owns no keys."""
+
+    wq_b: Stored
+    weights_proj: torch.Tensor
+    wk: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngramArguments:
+    wkv: Stored
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArguments:
+    """`gates` bf16 [E, D], or [2 E, D] with the next layer's gate below it, and its `next_bias`."""
+
+    attention_mix: MixWeights
+    attention_norm: torch.Tensor
+    wq_a_wkv: Stored
+    q_norm: torch.Tensor
+    kv_norm: torch.Tensor
+    wq_b: Stored
+    sink: torch.Tensor
+    wo_a: Stored
+    wo_b: Stored
+    compressor: CompressorArguments | None
+    indexer: IndexerArguments | None
+    ffn_mix: MixWeights
+    ffn_norm: torch.Tensor
+    gates: torch.Tensor
+    bias: torch.Tensor
+    next_bias: torch.Tensor | None
+    shared_gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    shared_down: Stored
+    engram: EngramArguments | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """`embed` bf16 [V, D], `norm` fp32 [D], `head` bf16 [V, D]."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerArguments, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+    @classmethod
+    def of(cls, weights: ModelWeights, *, predict: bool) -> Arguments:
+        """From `weights` that were loaded as stored; `predict` adds the next layer's gate."""
+        gates = torch.cat([layer.gate.weight for layer in weights.layers])
+        experts = len(weights.layers[0].gate.weight)
+        layers = []
+        for at, layer in enumerate(weights.layers):
+            following = weights.layers[at + 1] if predict and at + 1 < len(weights.layers) else None
+            both = gates[at * experts : (at + 2 if following else at + 1) * experts]
+            next_bias = following.gate.bias if following else None
+            layers.append(_layer(layer, both, next_bias))
+        return cls(weights.embed, tuple(layers), weights.norm, weights.head)
+
+
+def _layer(
+    weights: LayerWeights, gates: torch.Tensor, next_bias: torch.Tensor | None
+) -> LayerArguments:
+    attention = weights.attention
+    codes, scales = weights.shared.w1_w3.stored
+    (gate, up), (gate_scale, up_scale) = codes.chunk(2), scales.chunk(2)
+    return LayerArguments(
+        attention_mix=weights.attention_mix,
+        attention_norm=weights.attention_norm,
+        wq_a_wkv=attention.wq_a_wkv.stored,
+        q_norm=attention.q_norm,
+        kv_norm=attention.kv_norm,
+        wq_b=attention.wq_b.stored,
+        sink=attention.sink,
+        wo_a=attention.wo_a.stored,
+        wo_b=attention.wo_b.stored,
+        compressor=_compressor(attention.compressor),
+        indexer=_indexer(attention.indexer),
+        ffn_mix=weights.ffn_mix,
+        ffn_norm=weights.ffn_norm,
+        gates=gates,
+        bias=weights.gate.bias,
+        next_bias=next_bias,
+        shared_gate_up=(gate, gate_scale, up, up_scale),
+        shared_down=weights.shared.w2.stored,
+        engram=_engram(weights.engram),
+    )
+
+
+def _compressor(weights: CompressorWeights | None) -> CompressorArguments | None:
+    if weights is None:
+        return None
+    parts = [weights.wkv] if weights.wgate is None else [weights.wkv, weights.wgate]
+    return CompressorArguments(torch.cat(parts) if len(parts) > 1 else parts[0], weights.norm)
+
+
+def _indexer(weights: IndexerWeights | None) -> IndexerArguments | None:
+    if weights is None:
+        return None
+    return IndexerArguments(weights.wq_b.stored, weights.weights_proj, weights.wk, weights.k_norm)
+
+
+def _engram(weights: EngramWeights | None) -> EngramArguments | None:
+    if weights is None:
+        return None
+    return EngramArguments(weights.wkv.stored, weights.q_weight, weights.k_weight)

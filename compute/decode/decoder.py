@@ -1,0 +1,123 @@
+"""One token through the kernels, with the host's part of every layer between their launches.
+
+Owns the order of host and device: a layer's picks are read back, the experts are asked for, their
+addresses are handed down, and everything up to the next layer's picks is launched. What is launched
+at once is a segment: a token has one more than the model has layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from compute.decode.graphs import SegmentRunner
+from compute.decode.step import DecodeStep
+from compute.sequence import SequenceState
+from compute.sources import EngramSource, NullTracer, PlacedExperts, Tracer
+
+
+class Decoder:
+    """Runs single tokens of any sequence of the model; one token at a time."""
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        runner: SegmentRunner,
+        experts: PlacedExperts,
+        engram: EngramSource,
+        *,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.step = step
+        self._runner = runner
+        self._experts = experts
+        self._engram = engram
+        self._tracer: Tracer = tracer or NullTracer()
+        config, buffers = step.config, step.buffers
+        self._layers = config.num_hidden_layers
+        self._picks = config.num_experts_per_tok
+        self._pinned = buffers.routed.is_cuda
+        # Written by the host before a segment that reads it is launched, read back after one.
+        self._inputs = self._on_host(buffers.inputs)
+        self._table = self._on_host(buffers.table)
+        self._routed = self._on_host(buffers.routed)
+        self._segments = [self._segment(layer) for layer in range(self._layers + 1)]
+
+    @torch.inference_mode()
+    def forward(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        """fp32 logits [V] after `token` at position state.length, which is counted.
+
+        Raises ReadError and StallError from the sources; the state is then unusable.
+        """
+        self.step.bind(state)
+        self._inputs.numpy()[:] = token, state.length
+        for layer in range(self._layers):
+            self._fetch_rows(layer, ticket)
+            with self._tracer.span("segment", layer=layer):
+                self._runner.run(layer, self._segments[layer])
+                if layer:
+                    self._experts.release()
+                routed = self._read_back()
+            self._place(layer, routed)
+        self._runner.run(self._layers, self._segments[self._layers])
+        self._experts.release()
+        state.advance()
+        return self.step.buffers.logits.flatten().clone()
+
+    def _segment(self, layer: int) -> Callable[[], None]:
+        """What is launched at once: the experts of the layer before, then up to `layer`'s picks."""
+        step = self.step
+        has_engram = layer in step.config.engram_layer_ids
+
+        def launch() -> None:
+            if layer == 0:
+                step.buffers.inputs.copy_(self._inputs, non_blocking=True)
+                step.begin()
+            else:
+                step.buffers.table.copy_(self._table, non_blocking=True)
+                step.experts(layer - 1)
+            if layer == self._layers:
+                step.head()
+                return
+            if has_engram:
+                step.engram(layer)
+            step.attention(layer)
+            step.route(layer)
+            self._routed.copy_(step.buffers.routed, non_blocking=True)
+
+        return launch
+
+    def _fetch_rows(self, layer: int, ticket: int) -> None:
+        """Hand `layer`'s engram rows down, if it has any; waits for them."""
+        if layer not in self.step.config.engram_layer_ids:
+            return
+        at = self.step.config.engram_layer_ids.index(layer)
+        with self._tracer.span("engram", layer=layer):
+            codes, scales = self._engram.rows(ticket, at)
+        self.step.buffers.engram_codes[at].copy_(codes)
+        self.step.buffers.engram_scales[at].copy_(scales)
+
+    def _read_back(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """What the segment just launched has routed; waits for the device."""
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
+        return self._routed.numpy()
+
+    def _place(self, layer: int, routed: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        """Publish the layer's picks and the prediction, and put the picks' addresses down."""
+        k = self._picks
+        picks: list[int] = routed[:k].tolist()
+        guesses = routed[k:]
+        if layer + 1 < self._layers and len(guesses):
+            predicted, margins = np.split(guesses, 2)
+            scores = margins.view(np.float32).tolist()
+            self._experts.hint(layer, picks, layer + 1, predicted.tolist(), scores)
+        else:
+            self._experts.hint(layer, picks, None, [], [])
+        with self._tracer.span("place experts", layer=layer):
+            self._table.numpy()[:] = self._experts.place(layer, picks)
+
+    def _on_host(self, buffer: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)

@@ -1,0 +1,144 @@
+"""Decode steps through the kernels, against the torch path: the same bits on a CPU.
+
+On a CPU the kernels' references stand in for them, so this checks the order of the launches, what
+they are given and what the host does between them; the kernels have tests of their own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compute.sequence import SequenceState
+from tests.golden.cases import CASE_NAMES, DEVICE, case
+from tests.golden.decoding import PREDICTIONS, mini_decoder
+from tests.golden.harness import Mini, TableEngram, config, experts, relative
+
+CPU_ONLY = pytest.mark.skipif(DEVICE.type != "cpu", reason="bits are compared on one device")
+# Both ways are within this of the reference; it is what their roundings may make of each other.
+DRIFT = 0.12
+
+
+def tokens_of(name: str) -> tuple[list[int], int]:
+    """Prompt and decode tokens, and the prompt's length."""
+    golden = case(name)
+    tokens = torch.cat((golden["prompt_ids"], golden["decode.input_ids"])).tolist()
+    return tokens, len(golden["prompt_ids"])
+
+
+def request(engram: TableEngram, tokens: list[int], at: int) -> int:
+    reach = config().engram_max_ngram_size - 1
+    return engram.request(at, tokens[at : at + 1], tokens[max(at - reach, 0) : at])
+
+
+def both_ways(
+    name: str, steps: int, *, reference_index_keys: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [steps, V] of the kernels and of the torch path, each over its own state; the states
+    end the same."""
+    tokens, length = tokens_of(name)
+    mini = Mini(reference_index_keys=reference_index_keys)
+    decoder = mini_decoder(mini.engram, reference_index_keys=reference_index_keys)
+    ours, theirs = mini.model.new_state(), mini.model.new_state()
+    for state in (ours, theirs):
+        mini.run(tokens, state, 0, length, every=False)
+    got, want = [], []
+    for at in range(length, length + steps):
+        ticket = request(mini.engram, tokens, at)
+        got.append(decoder.forward(tokens[at], ours, ticket))
+        mini.engram.done(ticket)
+        want.append(mini.run(tokens, theirs, at, at + 1, every=False))
+    if DEVICE.type == "cpu":
+        assert_same_state(ours, theirs)
+    return torch.stack(got), torch.stack(want)
+
+
+def assert_same_state(got: SequenceState, want: SequenceState) -> None:
+    found, expected = got.snapshot(), want.snapshot()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+
+
+# On a CPU a few steps across what changes: the first groups, the window's wrap, the candidates.
+STEPS = {"mini_len001": 18, "mini_len100": 6, "mini_len017": 6}
+
+
+@pytest.mark.parametrize("name", CASE_NAMES if DEVICE.type == "cuda" else STEPS)
+def test_a_decode_step_departs_from_the_torch_path(name: str) -> None:
+    steps = STEPS[name] if DEVICE.type == "cpu" else 40
+    got, want = both_ways(name, steps, reference_index_keys=name != "mini_len017")
+    if DEVICE.type == "cpu":
+        assert torch.equal(got, want)
+    assert relative(got, want) <= DRIFT
+
+
+class NotedExperts:
+    """Resident experts that note what they are asked and told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.hints: list[tuple[int, list[int], int | None, list[int], list[float]]] = []
+        self.fetch = experts().fetch
+
+    def place(self, layer: int, experts_of: list[int]) -> list[list[int]]:
+        self.calls.append(f"place {layer}")
+        return [list(each) for each in experts().place(layer, experts_of)]
+
+    def hint(
+        self,
+        layer: int,
+        picks: list[int],
+        predicted_layer: int | None,
+        predicted: list[int],
+        scores: list[float],
+    ) -> None:
+        self.calls.append(f"hint {layer}")
+        self.hints.append((layer, picks, predicted_layer, predicted, scores))
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
+@CPU_ONLY
+def test_a_token_hints_places_and_releases_once_a_layer_and_predicts_as_the_torch_path() -> None:
+    tokens, length = tokens_of("mini_len016")
+    mini, source = Mini(), NotedExperts()
+    decoder = mini_decoder(mini.engram, experts=source)
+    state = mini.model.new_state()
+    mini.run(tokens, state, 0, length, every=False)
+    ticket = request(mini.engram, tokens, length)
+    decoder.forward(tokens[length], state, ticket)
+    layers = range(config().num_hidden_layers)
+    assert source.calls == [c for n in layers for c in (f"hint {n}", f"place {n}", "release")]
+    for layer, picks, following, predicted, scores in source.hints:
+        assert picks == sorted(set(picks)) and len(picks) == config().num_experts_per_tok
+        last = layer + 1 == config().num_hidden_layers
+        assert following == (None if last else layer + 1)
+        assert len(predicted) == len(scores) == (0 if last else PREDICTIONS)
+        assert scores == sorted(scores, reverse=True)
+        if not last:
+            assert scores[config().num_experts_per_tok - 1] == 0
+
+
+@CPU_ONLY
+def test_a_state_outgrows_its_room_in_the_middle_of_a_sequence() -> None:
+    """Rows move when their storage grows; what was reserved does not move."""
+    tokens, length = tokens_of("mini_len024_images_none")
+    answers = []
+    for capacity in (length + 3, 200):
+        mini = Mini()
+        decoder = mini_decoder(mini.engram)
+        state = SequenceState(config(), DEVICE, capacity)
+        mini.run(tokens, state, 0, length, every=False)
+        logits, moved = [], set()
+        for at in range(length, length + 6):
+            ticket = request(mini.engram, tokens, at)
+            logits.append(decoder.forward(tokens[at], state, ticket))
+            moved.add(state.compressed[5].rows.data_ptr())
+        assert (len(moved) == 1) == (capacity == 200)
+        answers.append(torch.stack(logits))
+    assert torch.equal(*answers)
