@@ -21,7 +21,7 @@ from compute.layers.linear import Fp8Weight, product_dtype
 from protocol.config import ModelConfig
 from protocol.errors import CheckpointError
 from protocol.shards import Shards, TensorEntry
-from protocol.tensor_table import expected_tensors
+from protocol.tensor_table import expected_tensors, kind_of
 
 PIECE_BYTES = 16 << 20  # read at a time, so that loading needs little beyond what it fills
 _STORED = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -158,21 +158,23 @@ class ModelWeights:
             return cls(embed, tuple(layers), norm, reader.plain("head.weight"))
 
 
+def load_gates(shards: Shards, device: torch.device) -> list[GateWeights]:
+    """Every layer's gate in fp32 and nothing else. Raises CheckpointError."""
+    layers = range(shards.config.num_hidden_layers)
+    with _Reader(shards, device, stored=False) as reader:
+        return [_gate(reader, f"layers.{layer}") for layer in layers]
+
+
 def dense_bytes(config: ModelConfig, device: torch.device) -> int:
     """Bytes that `ModelWeights.load` will hold, known from the config alone."""
     total, stored = 0, device.type == "cuda"
     for name, spec in expected_tensors(config).items():
-        if not is_dense(name) or name.endswith(".bias_vl"):
+        if kind_of(name) != "dense" or name.endswith(".bias_vl"):
             continue
         if spec.dtype == "F8_E8M0" and not stored:
             continue
         total += math.prod(spec.shape) * _held_dtype(name, spec.dtype, stored).itemsize
     return total
-
-
-def is_dense(name: str) -> bool:
-    """Whether a text tensor of the backbone belongs to compute (the rest is read by others)."""
-    return not (".ffn.experts." in name or ".engram.embed." in name or name.startswith("mtp."))
 
 
 def _held_dtype(name: str, dtype: str, stored: bool) -> torch.dtype:
@@ -201,14 +203,18 @@ def _layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
         attention=_attention(reader, config, layer),
         ffn_mix=_mix(reader, f"{base}.hc_ffn"),
         ffn_norm=reader.plain(f"{base}.ffn_norm.weight"),
-        gate=GateWeights(
-            reader.plain(f"{base}.ffn.gate.weight"), reader.plain(f"{base}.ffn.gate.bias")
-        ),
+        gate=_gate(reader, base),
         shared=SharedExpertWeights(
             reader.fp8(f"{base}.ffn.shared_experts.w1", f"{base}.ffn.shared_experts.w3"),
             reader.fp8(f"{base}.ffn.shared_experts.w2"),
         ),
         engram=_engram(reader, f"{base}.engram") if has_engram else None,
+    )
+
+
+def _gate(reader: _Reader, base: str) -> GateWeights:
+    return GateWeights(
+        reader.plain(f"{base}.ffn.gate.weight"), reader.plain(f"{base}.ffn.gate.bias")
     )
 
 

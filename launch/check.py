@@ -38,6 +38,7 @@ from launch.memory import dense_bytes, in_flight_slots, minimum_slots
 from launch.options import format_size
 from protocol.config import ModelConfig
 from protocol.shards import Shards, TensorEntry
+from protocol.tensor_table import kind_of
 
 PIECE_BYTES = 4 << 20
 # Of a table that goes to a file.
@@ -96,18 +97,8 @@ def inspect(directory: Path) -> Findings:
 def _bytes_by_kind(shards: Shards) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for name, entry in shards.tensors.items():
-        sizes[_kind(name)] += entry.nbytes
+        sizes[kind_of(name)] += entry.nbytes
     return dict(sizes)
-
-
-def _kind(name: str) -> str:
-    if name.startswith("mtp."):
-        return "draft layers"
-    if ".ffn.experts." in name:
-        return "routed experts"
-    if ".engram.embed." in name:
-        return "engram tables"
-    return "dense" if name.startswith(("layers.", "embed.", "head.", "norm.")) else "vision"
 
 
 def _hash_warnings(config: ModelConfig, token_map: TokenMap) -> list[str]:

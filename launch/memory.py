@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.options import GIB, GroupOptions, format_size
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError, UsageError
-from protocol.tensor_table import expected_tensors
+from protocol.tensor_table import expected_tensors, kind_of
 
 # Left to the system, the processes themselves, KV and the page cache; more cache than that made
 # engines of this kind slower, since the system began to page.
@@ -91,17 +91,11 @@ def in_flight_slots(config: ModelConfig) -> int:
 
 
 def dense_bytes(config: ModelConfig) -> int:
-    """Bytes of memory that a CPU's dense weights take: fp32, but for the embedding's bf16.
-
-    Every backbone tensor that is neither a routed expert nor an engram table is one.
-    """
+    """Bytes of memory that a CPU's dense weights take: fp32, but for the embedding's bf16."""
     elements = {
         name: math.prod(spec.shape)
         for name, spec in expected_tensors(config).items()
-        if not name.endswith(".scale")
-        and ".experts." not in name
-        and ".engram.embed." not in name
-        and not name.startswith("mtp.")
+        if kind_of(name) == "dense" and not name.endswith(".scale")
     }
     return 4 * sum(elements.values()) - 2 * elements["embed.weight"]
 

@@ -87,8 +87,8 @@ class ComputeSpec(Message):
     `predict` is how many experts of the next layer are published (0: none). `stall_timeout` seconds
     bound every wait for experts or rows. `threads` is torch's own count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
-    so that it is copied from without a detour. `route_trace` is where routes are recorded ("": not),
-    `route_trace_inputs` whether activations are, beside it."""
+    so that it is copied from without a detour. `route_trace` is where routes are recorded ("":
+    not), `route_trace_inputs` whether activations are, beside it."""
 
     control: str
     experts: str

@@ -36,6 +36,18 @@ def expert_tensor(layer: int, expert: int, matrix: str, part: str, prefix: str =
     return f"{prefix}.{layer}.ffn.experts.{expert}.{matrix}.{part}"
 
 
+def kind_of(name: str) -> str:
+    """What a tensor is part of: `dense` (loaded at start), `routed experts`, `engram tables` (read
+    as they are needed), `draft layers` or `vision` (not used)."""
+    if name.startswith("mtp."):
+        return "draft layers"
+    if ".ffn.experts." in name:
+        return "routed experts"
+    if ".engram.embed." in name:
+        return "engram tables"
+    return "dense" if name.startswith(("layers.", "embed.", "head.", "norm.")) else "vision"
+
+
 @lru_cache(maxsize=4)
 def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """Every text tensor of a checkpoint with this config, in file order."""
