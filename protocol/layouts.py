@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import threading
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -52,7 +53,7 @@ def full_fence() -> None:
         pass
 
 
-class SharedRegion:
+class SharedRegion(ABC):
     """A mapped memfd with a checked header. Subclasses name their geometry and carve arrays."""
 
     KIND: ClassVar[int]
@@ -104,13 +105,13 @@ class SharedRegion:
         region.__init__(fd, geometry, create=False)  # type: ignore[misc]
         return region
 
+    @abstractmethod
     def payload_bytes(self) -> int:
         """Bytes after the header page."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _carve(self) -> None:
         """Lay the arrays over `self.memory`."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Drop the arrays and the mapping; the memory goes when its last holder does."""

@@ -36,13 +36,13 @@ ROOT = Path(__file__).parents[2]
 MINI = ROOT / "tests" / "golden" / "data" / "mini"
 SLOTS = 30
 PARENT = """
-import sys, time
+import sys
 from pathlib import Path
 from launch.bench.expert_group import ExpertGroup
 with ExpertGroup(Path(sys.argv[1]), slots=30, readers=2, faults=sys.argv[2]) as group:
     group.ask(0, [1, 2, 3])
     print(*(child.pid for child in group.children.values()), group.endpoints.control, flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
@@ -57,7 +57,8 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("faults", ["", "hang"])
 def test_a_killed_parent_leaves_no_process(faults: str) -> None:
     command = [sys.executable, "-c", PARENT, str(MINI), faults]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
     assert parent.stdout is not None
     *pids, control = parent.stdout.readline().split()
     assert len(pids) == 3 and all(alive(int(pid)) for pid in pids)
