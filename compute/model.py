@@ -18,7 +18,7 @@ from compute.layers.hyper_connections import Mixes, collapse, first_mix, write_b
 from compute.layers.linear import quantized
 from compute.layers.moe import Routing, route, routed_experts, shared_expert
 from compute.layers.norm import rms_norm
-from compute.predictor import predict
+from compute.predictor import NO_FITTED_GATES, FittedGates, predict
 from compute.rope import Rope
 from compute.route_recorder import RouteRecorder
 from compute.sequence import SequenceState
@@ -26,6 +26,7 @@ from compute.sources import EngramSource, ExpertSource, NullTracer, Tracer
 from compute.weights import MixWeights, ModelWeights
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
+from protocol.route_trace import MOE
 
 
 class Model:
@@ -35,7 +36,8 @@ class Model:
     (tests/golden/data/README.md). `reference_index_keys` scores a filling group's query against the
     index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
     `predictions` is how many experts of the next layer are named for each token. `routes` is shown
-    every pass where a route trace is wanted.
+    every pass where a route trace is wanted. `fitted` gates name them where there are some, else
+    the layers' own do.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Model:
         reference_index_keys: bool = False,
         predictions: int | None = None,
         routes: RouteRecorder | None = None,
+        fitted: FittedGates = NO_FITTED_GATES,
     ) -> None:
         self.config = config
         self.device = weights.embed.device
@@ -59,6 +62,7 @@ class Model:
         self._tracer: Tracer = tracer or NullTracer()
         self._observe = observe
         self._routes = routes
+        self._fitted = fitted
         self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
         self._rope = Rope(config, self.device)
         self._attention = [
@@ -232,7 +236,9 @@ class Model:
         following = layer + 1 if layer + 1 < len(layers) and self._predictions > 0 else None
         if following is not None:
             count = self._predictions * len(x)
-            parts += (part.double() for part in predict(x, layers[following].gate, k, count))
+            gate = self._fitted.gate(MOE, 1, following, layers[following].gate)
+            said = predict(x, gate.weights, k, count)
+            parts += (said.experts.double(), gate.scores(said.margins).double())
         # One transfer, so one wait for the device a layer; expert ids are exact in float64.
         values = torch.cat(parts).tolist()
         flat = [int(value) for value in values[: len(x) * k]]

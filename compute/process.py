@@ -7,6 +7,7 @@ requests. Started by the supervisor as `python -m compute.process PIPE PARENT_PI
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -21,6 +22,7 @@ from compute.interruption import Interruption
 from compute.kept_states import KeptStates
 from compute.layers.linear import product_dtype
 from compute.model import Model
+from compute.predictor import NO_FITTED_GATES, FittedGates
 from compute.progress import ProgressPage
 from compute.ring_engram import RingEngram
 from compute.route_recorder import RouteRecorder
@@ -31,8 +33,8 @@ from compute.weights import ModelWeights
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
-from protocol.errors import HeadraceError, UsageError
-from protocol.identity import checkpoint_identity
+from protocol.errors import CheckpointError, HeadraceError, UsageError
+from protocol.identity import PREDICTOR_NAME, checkpoint_identity
 from protocol.layouts import ABSENT, Arena, Directory, EngramRing, Progress
 from protocol.lifecycle import run_child
 from protocol.messages import (
@@ -201,6 +203,7 @@ def _assemble(
     config = ModelConfig.load(checkpoint)
     token_bytes = TokenBytes.load(checkpoint, [config.eos_token_id])
     weights = _load_weights(Shards.open(checkpoint, config), device, control)
+    fitted = fitted_gates(checkpoint, weights)
     regions = _Regions(spec, config)
     progress = ProgressPage(regions.progress)
     views = slot_views(regions.arena, config, device, pin=spec.pin)
@@ -237,7 +240,8 @@ def _assemble(
             engram,
             tracer=tracer,
             predictions=spec.predict,
-            routes=_route_recorder(spec, config, weights, experts, regions.arena.slots),
+            routes=_route_recorder(spec, config, weights, fitted, experts, regions.arena.slots),
+            fitted=fitted,
         ),
         engram,
         token_bytes,
@@ -254,13 +258,32 @@ def _assemble(
         "products": str(product_dtype(device)).removeprefix("torch."),
         "dense weights": f"{weights.nbytes} bytes",
         "experts": views.way,
+        "prediction": "fitted gates" if fitted.gates else "the next layer's own gate",
         "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
     }
     return generator, facts
 
 
+def fitted_gates(checkpoint: Path, weights: ModelWeights) -> FittedGates:
+    """Those beside the checkpoint; none where there are none, or they cannot be used."""
+    path = checkpoint / PREDICTOR_NAME
+    if not path.exists():
+        return NO_FITTED_GATES
+    try:
+        gates = [layer.gate for layer in weights.layers]
+        return FittedGates.load(path, gates, checkpoint_identity(checkpoint))
+    except CheckpointError as error:
+        print(f"{error}; the layers' own gates predict", file=sys.stderr, flush=True)
+        return NO_FITTED_GATES
+
+
 def _route_recorder(
-    spec: ComputeSpec, config: ModelConfig, weights: ModelWeights, experts: ArenaExperts, slots: int
+    spec: ComputeSpec,
+    config: ModelConfig,
+    weights: ModelWeights,
+    fitted: FittedGates,
+    experts: ArenaExperts,
+    slots: int,
 ) -> RouteRecorder | None:
     if not spec.route_trace:
         return None
@@ -268,6 +291,7 @@ def _route_recorder(
         Path(spec.route_trace),
         config,
         weights,
+        fitted,
         identity=checkpoint_identity(Path(spec.checkpoint)),
         slots=slots,
         resident=lambda layer, picks: [word != ABSENT for word in experts.look_up(layer, picks)],

@@ -18,11 +18,12 @@ import torch
 
 from compute.layers.hyper_connections import Mixes
 from compute.layers.moe import Routing
-from compute.predictor import before_attention, predict
+from compute.predictor import FittedGates, before_attention, predict
 from compute.weights import ModelWeights
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError
 from protocol.route_trace import (
+    FITTED,
     GATE,
     MOE,
     STREAM,
@@ -38,6 +39,7 @@ from protocol.tensor_table import TILE
 DISTANCES = (1, 2, 3)
 # Margins of real gates lie within +-2; a step of 1/64 keeps their order.
 MARGIN_STEP = 1 / 64
+LOG_ODDS_STEP = 1 / 8
 
 # resident(layer, experts): whether each is in the cache now.
 ResidentNow = Callable[[int, Sequence[int]], Sequence[bool]]
@@ -51,6 +53,7 @@ class RouteRecorder:
         path: Path,
         config: ModelConfig,
         weights: ModelWeights,
+        fitted: FittedGates,
         *,
         identity: str,
         slots: int,
@@ -61,9 +64,10 @@ class RouteRecorder:
         """`stalled` gives the seconds waited for experts since the start. Raises ResourceError."""
         self._config = config
         self._weights = weights
+        self._fitted = fitted
         self._resident = resident
         self._stalled = stalled
-        self.header = _header(config, identity, slots)
+        self.header = _header(config, fitted, identity, slots)
         self._writer = RouteTraceWriter(path, self.header)
         self._inputs = InputsWriter(inputs_path(path), self.header) if with_inputs else None
         self._step = 0
@@ -150,12 +154,14 @@ class RouteRecorder:
         for number, predictor in enumerate(self.header.predictors):
             target = done + predictor.distance
             if predictor.source == source and target < self.header.layers:
-                said = predict(x, self._weights.layers[target].gate, self.header.top_k, count)
+                own = self._weights.layers[target].gate
+                gate = self._fitted.gate(source, predictor.distance, target, own)
+                said = predict(x, gate.weights, self.header.top_k, count)
                 self._predicted[number, target] = said.experts.cpu().numpy()
-                self._scores[number, target] = said.margins.cpu().numpy()
+                self._scores[number, target] = gate.scores(said.margins).cpu().numpy()
 
 
-def _header(config: ModelConfig, identity: str, slots: int) -> TraceHeader:
+def _header(config: ModelConfig, fitted: FittedGates, identity: str, slots: int) -> TraceHeader:
     matrix = config.hidden_size * config.moe_intermediate_size
     return TraceHeader(
         identity,
@@ -167,11 +173,17 @@ def _header(config: ModelConfig, identity: str, slots: int) -> TraceHeader:
         slots,
         2 * config.num_experts_per_tok,
         tuple(
-            Predictor(GATE, source, distance, MARGIN_STEP)
+            _predictor(source, distance, fitted)
             for source in (MOE, STREAM)
             for distance in DISTANCES
         ),
     )
+
+
+def _predictor(source: str, distance: int, fitted: FittedGates) -> Predictor:
+    if any(key[:2] == (source, distance) for key in fitted.gates):
+        return Predictor(FITTED, source, distance, LOG_ODDS_STEP)
+    return Predictor(GATE, source, distance, MARGIN_STEP)
 
 
 def _half(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from compute.kept_states import KeptState
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError
+from protocol.identity import PREDICTOR_NAME
 
 FORMAT = "headrace sequence state 1"
 SUFFIX = ".state"
@@ -56,7 +57,7 @@ def identity_of(checkpoint: Path, *arithmetic: object) -> str:
     for path in sorted(checkpoint.iterdir()):
         if path.suffix == ".json":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        elif path.suffix == ".safetensors":
+        elif path.suffix == ".safetensors" and path.name != PREDICTOR_NAME:
             about = path.stat()
             digest.update(f"{path.name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
     return digest.hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""`headrace fit`: predictors of expert picks, learnt from route traces."""
