@@ -36,7 +36,8 @@ def mini_decoder(
     *,
     experts: PlacedExperts | None = None,
     runner: SegmentRunner | None = None,
+    step: DecodeStep | None = None,
     reference_index_keys: bool = True,
 ) -> Decoder:
-    step = mini_step(reference_index_keys=reference_index_keys)
+    step = step or mini_step(reference_index_keys=reference_index_keys)
     return Decoder(step, runner or Eager(), experts or harness.experts(), engram)

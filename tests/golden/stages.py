@@ -154,7 +154,7 @@ class StageRun:
         reach = config().engram_max_ngram_size - 1
         history = self._tokens[max(begin - reach, 0) : begin].tolist()
         ticket = self._mini.engram.request(begin, tokens, history)
-        ids = self._mini.engram.open[ticket].transpose(0, 1)
+        ids = self._mini.engram.open[ticket].transpose(0, 1).to(DEVICE)
         self._add("hash ids", 0, ids, self._want("hash_ids"), EXACT)
         streams, pre = self._want("layers.0.stream_in"), first_mix(count, config().hc_mult, DEVICE)
         for layer in range(config().num_hidden_layers):

@@ -93,14 +93,21 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None
     assert error <= relative, f"rel {error:.2e}, allowed {relative:.2e}"
 
 
-def assert_same_bf16(got: torch.Tensor, want: torch.Tensor, differing: float = 1e-3) -> None:
-    """All but a fraction `differing` of elements equal, those within about one bf16 step."""
+def assert_same_bf16(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    differing: float = 1e-3,
+    size: torch.Tensor | None = None,
+) -> None:
+    """All but a fraction `differing` of elements equal, those within about one bf16 step (of
+    `size`, where that is what was rounded)."""
     assert not got.isnan().any(), "an element was not written"
     unequal = got != want
     # One element may always sit on a rounding boundary, however few there are.
     allowed = max(1, int(differing * got.numel()))
     assert unequal.sum() <= allowed, f"{unequal.sum()} of {got.numel()} differ, allowed {allowed}"
-    step = want.double().abs() * 2.0**-7 + want.double().abs().mean() * 2.0**-9
+    size = want if size is None else size
+    step = size.double().abs() * 2.0**-7 + want.double().abs().mean() * 2.0**-9
     assert ((got.double() - want.double()).abs() <= step).all(), "more than one bf16 step apart"
 
 

@@ -213,8 +213,11 @@ def test_attention_over_window_and_chosen_rows_matches(
 ) -> None:
     arguments = attention_arguments(tokens, heads, width, rotated, window, chosen)
     got, want = run_both(attention.attend, reference.attend, *arguments)
-    # A score on the edge of rounding a probability moves a few outputs by one step.
-    assert_same_bf16(got[8], want[8], differing=1e-2)
+    # A score on the edge of rounding a probability moves a few outputs by one step; what is rotated
+    # after its rounding, by a step of the larger of its pair.
+    pairs = want[8].unflatten(-1, (-1, 2)).abs().amax(-1, keepdim=True)
+    larger = pairs.expand(*pairs.shape[:-1], 2).flatten(-2)
+    assert_same_bf16(got[8], want[8], differing=2e-3, size=larger)
     assert_close(got[8], want[8], 3e-4)
     if tokens > 1:
         assert (got[8][0] == 0).all()
