@@ -17,6 +17,7 @@ from pathlib import Path
 import uvloop
 import zmq
 
+from expert_io.packed import expert_slices
 from expert_io.policies import make_policy
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
@@ -42,7 +43,6 @@ from protocol.messages import (
     ReadOrder,
     Ready,
 )
-from protocol.shards import Shards
 from protocol.specs import ExpertServiceSpec
 from protocol.trace import Tracer
 from protocol.transport import Channel
@@ -68,9 +68,8 @@ class ExpertService:
         control.send(Loading(NAME, "expert slice map", 0.0))
         directory = Path(spec.checkpoint)
         self._config = ModelConfig.load(directory)
-        slices = SliceMap.build(
-            self._config, Shards.open(directory, self._config), spec.piece_bytes
-        )
+        pack = Path(spec.pack) if spec.pack else None
+        slices = expert_slices(directory, self._config, pack, spec.piece_bytes)
         arena, progress = Arena.attach(spec.arena_fd), Progress.attach(spec.progress_fd)
         shared = Directory.attach(spec.directory_fd)
         self._slot_bytes = arena.slot_bytes

@@ -96,7 +96,7 @@ def _expert_slices(
             place[tensor.name] = position + tensor.offset - begin
             if tensor.dtype == "F8_E8M0":
                 scales.append((place[tensor.name], place[tensor.name] + tensor.nbytes))
-        pieces.extend(_cut(numbers[run[0].path], begin, end, position, scales, piece))
+        pieces.extend(cut(numbers[run[0].path], begin, end, position, scales, piece))
         position += align_up(end - begin, BLOCK)
     return ExpertSlices(tuple(pieces), tuple(place[tensor.name] for tensor in tensors), position)
 
@@ -114,7 +114,7 @@ def _runs(ordered: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     return runs
 
 
-def _cut(
+def cut(
     file: int, begin: int, end: int, position: int, scales: list[tuple[int, int]], piece: int
 ) -> list[Slice]:
     """Cut the file range [begin, end) that goes to `position` of the slot."""

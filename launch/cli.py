@@ -20,6 +20,7 @@ from launch.check import check_command
 from launch.doctor.command import doctor_command
 from launch.fit.command import fit_command
 from launch.generate import generate_command
+from launch.pack.command import pack_command
 from launch.server.command import serve_command
 from launch.settings import Settings, options_command
 from launch.synth.command import synth_command
@@ -63,6 +64,7 @@ def bench() -> None:
 cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(fit_command)
+cli.add_command(pack_command)
 cli.add_command(synth_command)
 cli.add_command(serve_command)
 cli.add_command(doctor_command)

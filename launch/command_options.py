@@ -55,6 +55,11 @@ _OPTIONS = (
         help="Lock the expert memory; auto: only where a GPU reads it.",
     ),
     _option("--direct/--buffered", key="direct", help="Read with O_DIRECT where it works."),
+    click.option(
+        "--pack",
+        type=click.Path(path_type=Path),
+        help="Read experts from this copy that headrace pack made.",
+    ),
     _option("--threads", key="threads", type=int, help="torch threads on the CPU; 0: its own."),
     _option("--start-timeout", key="start_timeout", type=float, help="Seconds the start may take."),
     _option(

@@ -15,7 +15,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from engram_io.token_map import read_tokenizer
-from expert_io.slices import SliceMap
+from expert_io.packed import expert_slices
 from launch.memory import MemoryPlan, plan_memory
 from launch.options import GenerateOptions, GroupOptions
 from launch.processes import Processes
@@ -100,7 +100,9 @@ class ProcessGroup:
         """Start every process and wait until all serve. Raises HeadraceError."""
         if on_progress is not None:
             self._on_progress = on_progress
-        slices = SliceMap.build(self.config, self.shards, self.options.piece_bytes)
+        slices = expert_slices(
+            self.options.checkpoint, self.config, self.options.pack, self.options.piece_bytes
+        )
         self.plan: MemoryPlan = plan_memory(self.config, self.options, slices.slot_bytes)
         self._runtime = RuntimeDirectory.create(self.options.runtime_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

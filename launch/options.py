@@ -36,6 +36,7 @@ class GroupOptions:
     pin: str = "auto"
     direct: bool = True
     piece_bytes: int = 4 << 20
+    pack: Path | None = None
     policy: str = "lru-random"
     predict: int = 6
     predicted_in_flight: int = 2

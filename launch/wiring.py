@@ -124,6 +124,7 @@ class Wiring:
             experts=endpoints.experts,
             readers_endpoint=endpoints.readers,
             checkpoint=str(options.checkpoint),
+            pack=str(options.pack or ""),
             readers=options.readers,
             arena_fd=regions.arena.fd,
             directory_fd=regions.directory.fd,

@@ -36,16 +36,18 @@ class ReaderSpec(Message):
 @message(101)
 @dataclass(frozen=True, slots=True)
 class ExpertServiceSpec(Message):
-    """`experts` and `readers_endpoint` are bound by the service. `piece_bytes` bounds one read
-    order. `predicted_in_flight` bounds predicted experts being read at once (0: no prefetch).
-    `reserve` free slots are kept. `order_timeout` seconds without an answer make a reader stuck.
-    `policy` names an eviction policy; `seed` is for its random choices. `warm_experts` are read in
-    the background at the start, as `layer << 16 | expert`, hottest first."""
+    """`experts` and `readers_endpoint` are bound by the service. `pack` is a packed copy of the
+    experts that is read instead of the shards ("": none). `piece_bytes` bounds one read order.
+    `predicted_in_flight` bounds predicted experts being read at once (0: no prefetch). `reserve`
+    free slots are kept. `order_timeout` seconds without an answer make a reader stuck. `policy`
+    names an eviction policy; `seed` is for its random choices. `warm_experts` are read in the
+    background at the start, as `layer << 16 | expert`, hottest first."""
 
     control: str
     experts: str
     readers_endpoint: str
     checkpoint: str
+    pack: str
     readers: int
     arena_fd: int
     directory_fd: int

@@ -39,6 +39,11 @@ def _say(figures: dict[str, Any], as_json: bool, sentence: str) -> None:
 @click.option("--round", "round_size", default="512MiB", show_default=True, help="Bytes a round.")
 @click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
 @click.option("--direct/--buffered", default=True, show_default=True, help="Use O_DIRECT.")
+@click.option(
+    "--pack",
+    type=click.Path(path_type=Path),
+    help="Compare this packed copy with the shards instead, both through the service.",
+)
 @as_json_option
 def io_command(
     directory: Path,
@@ -47,6 +52,7 @@ def io_command(
     round_size: str,
     piece: str,
     direct: bool,
+    pack: Path | None,
     as_json: bool,
 ) -> None:
     """How fast the experts of the checkpoint in DIR come through the service.
@@ -54,9 +60,21 @@ def io_command(
     Against as many processes that only preadv the same bytes. For the released size without the
     released files: headrace synth DIR --preset wide.
     """
-    from launch.bench.io import run
+    from launch.bench.io import compare_pack, run
 
-    figures = run(directory, readers, rounds, parse_size(round_size), parse_size(piece), direct)
+    sizes = (rounds, parse_size(round_size), parse_size(piece), direct)
+    if pack is not None:
+        figures = compare_pack(directory, pack, readers, *sizes)
+        reads = figures["reads_an_expert"]
+        _say(
+            figures,
+            as_json,
+            f"pack {figures['pack_gib_s']:.3f} GiB/s in {reads['pack']} reads an expert, shards "
+            f"{figures['shards_gib_s']:.3f} GiB/s in {reads['shards']}, ratio "
+            f"{figures['ratio']:.3f} (medians of {figures['rounds']} rounds, {readers} readers)",
+        )
+        return
+    figures = run(directory, readers, *sizes)
     _say(
         figures,
         as_json,

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 import zmq
 
-from expert_io.slices import SliceMap
+from expert_io.packed import expert_slices
 from launch.child import Child, spawn_child
 from launch.runtime_directory import RuntimeDirectory
 from protocol.config import ModelConfig
@@ -34,7 +34,6 @@ from protocol.messages import (
     Stop,
     TraceStopped,
 )
-from protocol.shards import Shards
 from protocol.specs import ExpertServiceSpec, ReaderSpec
 from protocol.transport import Channel
 from protocol.wire import Message
@@ -62,10 +61,12 @@ class ExpertGroup:
         latency: float = 0.0,
         bandwidth: float = 0.0,
         warm: Sequence[tuple[int, int]] = (),
+        pack: Path | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = ModelConfig.load(checkpoint)
-        self.slices = SliceMap.build(self.config, Shards.open(checkpoint, self.config), piece_bytes)
+        self.slices = expert_slices(checkpoint, self.config, pack, piece_bytes)
+        self.pack = pack
         self.readers, self.direct = readers, direct
         self.faults, self.latency, self.bandwidth = faults, latency, bandwidth
         self.piece_bytes, self.predicted_in_flight, self.reserve = (
@@ -223,6 +224,7 @@ class ExpertGroup:
             self.endpoints.experts,
             self.endpoints.readers,
             str(self.checkpoint),
+            str(self.pack or ""),
             self.readers,
             *descriptors,
             self.piece_bytes,

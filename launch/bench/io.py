@@ -30,17 +30,8 @@ def run(
 ) -> dict[str, Any]:
     """Medians and worst per cents of both ways, in GiB/s; raises UsageError for too few experts."""
     window = 2 * readers
-    slots = 2 * window + 4
-    with ExpertGroup(
-        checkpoint,
-        slots=slots,
-        readers=readers,
-        reserve=2,
-        piece_bytes=piece_bytes,
-        predicted_in_flight=0,
-        policy="lru",
-        direct=direct,
-    ) as group:
+    slots = _slots(readers)
+    with _group(checkpoint, readers, piece_bytes, direct) as group:
         sets = _sets(group, slots, round_bytes)
         pool: list[float] = []
         plain: list[float] = []
@@ -55,9 +46,75 @@ def run(
         return _account(pool[1:], plain[1:], group)
 
 
+def compare_pack(
+    checkpoint: Path,
+    pack: Path,
+    readers: int,
+    rounds: int,
+    round_bytes: int,
+    piece_bytes: int,
+    direct: bool,
+) -> dict[str, Any]:
+    """The pool reading from `pack` against the pool reading from the shards, the same experts in
+    alternating order, in GiB/s of experts' own bytes; raises UsageError and CheckpointError."""
+    with (
+        _group(checkpoint, readers, piece_bytes, direct) as shards,
+        _group(checkpoint, readers, piece_bytes, direct, pack) as packed,
+    ):
+        sets = _sets(shards, _slots(readers), round_bytes)
+        results: dict[str, list[float]] = {"shards": [], "pack": []}
+        for number in range(rounds + 1):
+            keys = sets[number % len(sets)]
+            ways = [("shards", shards), ("pack", packed)]
+            for name, group in ways if number % 2 else reversed(ways):
+                seconds = _read_pool(group, keys, 2 * readers)
+                results[name].append(len(keys) * _expert_bytes(shards) / seconds / GIB)
+            console.print(
+                f"round {number} of {rounds}: pack {results['pack'][-1]:.3f}, "
+                f"shards {results['shards'][-1]:.3f} GiB/s"
+            )
+        pairs = list(zip(results["pack"], results["shards"], strict=True))[1:]
+        return {
+            "pack_gib_s": statistics.median(pair[0] for pair in pairs),
+            "shards_gib_s": statistics.median(pair[1] for pair in pairs),
+            "ratio": statistics.median(a / b for a, b in pairs),
+            "reads_an_expert": {
+                name: len(group.slices.experts[0][0].pieces)
+                for name, group in (("pack", packed), ("shards", shards))
+            },
+            "rounds": len(pairs),
+            "readers": readers,
+            "expert_bytes": _expert_bytes(shards),
+        }
+
+
+def _slots(readers: int) -> int:
+    """Room for two windows of demands, so that none waits for a slot."""
+    return 4 * readers + 4
+
+
+def _group(
+    checkpoint: Path, readers: int, piece_bytes: int, direct: bool, pack: Path | None = None
+) -> ExpertGroup:
+    return ExpertGroup(
+        checkpoint,
+        slots=_slots(readers),
+        readers=readers,
+        reserve=2,
+        piece_bytes=piece_bytes,
+        predicted_in_flight=0,
+        policy="lru",
+        direct=direct,
+        pack=pack,
+    )
+
+
+def _expert_bytes(group: ExpertGroup) -> int:
+    return sum(piece.needed for piece in group.slices.experts[0][0].pieces)
+
+
 def _account(pool: list[float], plain: list[float], group: ExpertGroup) -> dict[str, Any]:
     """The first round only warmed up and is left out by the caller."""
-    expert = group.slices.experts[0][0]
     return {
         "pool_gib_s": statistics.median(pool),
         "preadv_gib_s": statistics.median(plain),
@@ -66,7 +123,7 @@ def _account(pool: list[float], plain: list[float], group: ExpertGroup) -> dict[
         "preadv_gib_s_p99": min(plain),
         "rounds": len(pool),
         "readers": group.readers,
-        "expert_bytes": sum(piece.needed for piece in expert.pieces),
+        "expert_bytes": _expert_bytes(group),
     }
 
 

@@ -1,0 +1,1 @@
+"""`headrace pack`: an aligned copy of a checkpoint's experts."""
