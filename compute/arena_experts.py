@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from compute.bounded_wait import WAKE_S, BoundedWait
 from compute.interruption import Interruption
 from compute.progress import ProgressPage
-from compute.slot_views import SlotViews
+from compute.slot_views import HeldExpert, SlotViews
 from compute.sources import ExpertBytes
 from protocol import counters
 from protocol.errors import HeadraceError, ReadError, StallError
@@ -71,6 +72,8 @@ class ArenaExperts:
         self._most_demanded = max(1, directory.slots // 2)
         self._outstanding: deque[_Outstanding] = deque()
         self._last_demand = 0
+        # What `hold` gave out, to be verified when it is let go: layer, expert, directory word.
+        self._held: list[tuple[int, int, int]] = []
         self.counts = {
             counters.DEMAND_HITS: 0.0,
             counters.DEMAND_MISSES: 0.0,
@@ -92,6 +95,37 @@ class ArenaExperts:
             self._hear(layer, 0)
             self._demand_missing(layer, pending, words)
         return self._arrivals(layer, pending, words)
+
+    def hold(self, layer: int, experts: Sequence[int]) -> list[HeldExpert]:
+        """All of `experts` at once where they lie, until the next `release`, `hold` or `fetch`.
+
+        The arena must have twice as many slots. Raises ReadError and StallError.
+        """
+        self._progress.at_layer(layer)
+        self._interruption.check()
+        self._let_go()
+        words = self.look_up(layer, experts)
+        missing = words.count(ABSENT)
+        self.counts[counters.DEMAND_HITS] += len(words) - missing
+        self.counts[counters.DEMAND_MISSES] += missing
+        if missing:
+            self._hear(layer, 0)
+        # What is demanded stays until it is used, so a hit that goes meanwhile is demanded once.
+        while ABSENT in words:
+            self._demand_missing(layer, list(experts), words)
+            absent = [e for e, word in zip(experts, words, strict=True) if word == ABSENT]
+            self._wait(layer, absent)
+            words = self.look_up(layer, experts)
+        self._held = [(layer, e, word) for e, word in zip(experts, words, strict=True)]
+        places = self._directory.place[layer]
+        return [
+            self._views.in_place(entry_slot(word), places[expert].tolist())
+            for expert, word in zip(experts, words, strict=True)
+        ]
+
+    def read_until(self, event: torch.cuda.Event) -> None:
+        """The device reads what is held now until `event`, which has been recorded."""
+        self._views.read_until(event)
 
     def hint(
         self,
@@ -119,7 +153,7 @@ class ArenaExperts:
             self._progress.used(self._last_demand)
         # A device that still copies lets its slots go at the next fetch.
         if self._views.idle():
-            self._progress.holds_no_slot()
+            self._let_go()
 
     def look_up(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Directory words of `experts`, ABSENT where one is not resident."""
@@ -152,12 +186,7 @@ class ArenaExperts:
         yield expert, self._views.open(slot, place)
         if self._verify_slots:
             self._views.wait_idle()
-            generation = int(self._directory.generation[slot])
-            if generation != word >> 32:
-                raise HeadraceError(
-                    f"slot {slot} was rewritten while layer {layer} expert {expert} was read from "
-                    f"it (generation {word >> 32}, then {generation}); this is a defect, report it"
-                )
+            self._verify(layer, expert, word)
         for outstanding in self._outstanding:
             outstanding.unused.discard(expert)
         done = 0
@@ -169,7 +198,20 @@ class ArenaExperts:
 
     def _let_go(self) -> None:
         self._views.wait_idle()
+        if self._verify_slots:
+            for layer, expert, word in self._held:
+                self._verify(layer, expert, word)
+        self._held.clear()
         self._progress.holds_no_slot()
+
+    def _verify(self, layer: int, expert: int, word: int) -> None:
+        slot = entry_slot(word)
+        generation = int(self._directory.generation[slot])
+        if generation != word >> 32:
+            raise HeadraceError(
+                f"slot {slot} was rewritten while layer {layer} expert {expert} was read from "
+                f"it (generation {word >> 32}, then {generation}); this is a defect, report it"
+            )
 
     def _demand_missing(self, layer: int, pending: list[int], words: list[int]) -> None:
         """Demand what is absent and not yet demanded, as far as the bound allows."""

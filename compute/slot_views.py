@@ -7,7 +7,7 @@ a slot may be rewritten once that copy is done, however long the products take.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +23,14 @@ _REGISTER_BYTES = 8 << 30
 _STAGING_BUFFERS = 4
 
 
+class HeldExpert(NamedTuple):
+    """One expert in its arena slot: uint8 `memory` [slot_bytes] on the host, and the byte offsets
+    of its tensors in the order of PLACES."""
+
+    memory: torch.Tensor
+    place: Sequence[int]
+
+
 class SlotViews(Protocol):
     """Opens slots one at a time; an item is readable until the next is opened. `way` says in words
     how the bytes reach the device."""
@@ -31,6 +39,14 @@ class SlotViews(Protocol):
 
     def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
         """The expert in `slot`, its tensors at byte offsets `place` in the order of PLACES."""
+        ...
+
+    def in_place(self, slot: int, place: Sequence[int]) -> HeldExpert:
+        """The expert in `slot` where it lies; who reads it later says so with `read_until`."""
+        ...
+
+    def read_until(self, event: torch.cuda.Event) -> None:
+        """The device reads slots opened in place until `event`, which has been recorded."""
         ...
 
     def idle(self) -> bool:
@@ -70,6 +86,13 @@ class HostSlots:
             opened = self._opened[slot] = place, views
         return opened[1]
 
+    def in_place(self, slot: int, place: Sequence[int]) -> HeldExpert:
+        begin = slot * self._slot_bytes
+        return HeldExpert(self._bytes[begin : begin + self._slot_bytes], place)
+
+    def read_until(self, event: torch.cuda.Event) -> None:
+        """Only a GPU reads behind the caller's back."""
+
     def idle(self) -> bool:
         return True
 
@@ -96,6 +119,13 @@ class StagedSlots:
         # After which the products that read a buffer are done.
         self._read = [torch.cuda.Event() for _ in range(_STAGING_BUFFERS)]
         self._current = 0
+        self._elsewhere: list[torch.cuda.Event] = []
+
+    def in_place(self, slot: int, place: Sequence[int]) -> HeldExpert:
+        return HeldExpert(self._slots[slot], place)
+
+    def read_until(self, event: torch.cuda.Event) -> None:
+        self._elsewhere.append(event)
 
     def open(self, slot: int, place: Sequence[int]) -> ExpertBytes:
         computing = torch.cuda.current_stream(self._device)
@@ -112,9 +142,13 @@ class StagedSlots:
         return _carve(self._buffers.view(-1), base, place, self._shapes)
 
     def idle(self) -> bool:
-        return bool(self._copied.query())
+        self._elsewhere = [event for event in self._elsewhere if not event.query()]
+        return not self._elsewhere and bool(self._copied.query())
 
     def wait_idle(self) -> None:
+        for event in self._elsewhere:
+            event.synchronize()
+        self._elsewhere.clear()
         self._copied.synchronize()
 
 
@@ -129,6 +163,11 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         rows, columns = sides[matrix]
         shapes[name] = (rows, columns // per_byte[part])
     return shapes
+
+
+def tensor_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Rows and bytes a row of an expert's tensors, in the order of PLACES."""
+    return list(_shapes(config).values())
 
 
 def _carve(

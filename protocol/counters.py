@@ -33,6 +33,8 @@ ENGRAM_CACHE_HITS = "engram_cache_hits"
 ENGRAM_READ_BYTES = "engram_read_bytes"
 ENGRAM_READ_SECONDS = "engram_read_seconds"
 # Compute
+DEVICE_HITS = "device_hits"  # picks of decode steps found in device memory
+DEVICE_COPIES = "device_copies"  # experts copied from the arena into device memory
 HINTS_DROPPED = "hints_dropped"
 STALL_EXPERT_S = "stall_expert_s"
 STALL_ENGRAM_S = "stall_engram_s"
