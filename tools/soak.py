@@ -64,6 +64,7 @@ def run(checkpoint: Path, requests: int) -> Account:
             for number in range(requests):
                 if number % max(1, requests // SAMPLES) == 0:
                     account.memory.append((number, _memory(server)))
+                    print(f"{number} of {requests}", file=sys.stderr, flush=True)
                 if number == requests // 2:
                     os.kill(server.child("expert_io.reader"), signal.SIGKILL)
                 outcome = _ask(server.http, model, number)
