@@ -23,8 +23,8 @@ class Read:
     """One expert on its way. `todo` are pieces no reader has, `held` counts those that one has.
 
     `lane` is its present priority, `origin` the lane it was begun in. `due` is the (step, layer) a
-    prediction is for. `given_up`: its bytes are no longer wanted, or a piece failed with `failure`.
-    `nbytes` have been read so far.
+    prediction is for, `probability` how likely it is. `given_up`: its bytes are no longer wanted,
+    or a piece failed with `failure`. `nbytes` have been read so far.
     """
 
     key: Key
@@ -32,6 +32,7 @@ class Read:
     todo: deque[Slice]
     origin: int = URGENT
     due: tuple[int, int] = (0, 0)
+    probability: float = 0.0
     slot: int = NO_SLOT
     generation: int = 0
     held: int = 0

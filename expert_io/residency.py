@@ -5,8 +5,8 @@ service feeds it messages and sends what it returns, a test feeds it anything in
 
 Promises: an expert is read at most once at a time; a slot's bytes do not change while its directory
 entry may be seen; what an open demand names is not evicted; `reserve` slots are kept free or
-coming, so that a miss need not wait for compute's epoch; a prediction never takes a slot from an
-expert that was picked in this step or the one before, which is likelier to be next than a guess.
+coming, so that a miss need not wait for compute's epoch; no predicted piece is given out while an
+urgent one is wanted. Times are seconds of the caller's one clock.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 
 from expert_io.policy import EvictionPolicy, Key
 from expert_io.reads import Order, Read, ReadQueue
+from expert_io.scheduler import ExpectedGain, Guess
 from expert_io.slices import SliceMap
 from expert_io.slots import SlotPool
 from protocol import counters
 from protocol.layouts import ABSENT, Directory, Progress, entry_slot, pack_entry
 from protocol.messages import BACKGROUND, PREDICTED, URGENT
 
+NOT_DUE = (1 << 62, 0)
 READS_BY_LANE = (counters.READS_URGENT, counters.READS_PREDICTED, counters.READS_BACKGROUND)
 
 
@@ -49,6 +51,7 @@ class Residency:
         directory: Directory,
         progress: Progress,
         policy: EvictionPolicy,
+        scheduler: ExpectedGain,
         *,
         reserve: int,
         predicted_in_flight: int,
@@ -57,6 +60,7 @@ class Residency:
         self._directory = directory
         self._progress = progress
         self._policy = policy
+        self._scheduler = scheduler
         self._reserve = reserve
         self._predicted_in_flight = predicted_in_flight
         self.slots = SlotPool(directory, progress)
@@ -64,17 +68,22 @@ class Residency:
         self._demands: dict[int, _OpenDemand] = {}
         self._protected: dict[Key, int] = {}  # how many open demands name a key
         self._resident = 0
-        self._last_step: dict[Key, int] = {}
         self._step = 0
-        self._unused: set[Key] = set()  # resident for a prediction, not yet picked
-        self._evicted_for_prediction: set[Key] = set()
+        self._routed: set[Key] = set()  # the picks of the last hint
+        self._last_routing: tuple[int, ...] = ()
+        # The last hint's picks miss, and their demand, which comes next, has not come yet.
+        self._demand_due = False
+        self._waited_for: set[Key] = set()  # demanded and not here yet
+        self._unused: dict[Key, tuple[int, int]] = {}  # resident for a prediction due then
         self.counts: defaultdict[str, float] = defaultdict(float)
         directory.entry[:] = ABSENT
         directory.place[:] = slices.places()
 
     # --- what compute says ------------------------------------------------------------------------
 
-    def demand(self, demand: int, layer: int, experts: Sequence[int]) -> list[int]:
+    def demand(
+        self, demand: int, layer: int, experts: Sequence[int], now: float = 0.0
+    ) -> list[int]:
         """Compute needs `experts` of `layer`; those resident now, the others land later.
 
         The same demand again changes nothing and returns those that are resident by now.
@@ -82,13 +91,17 @@ class Residency:
         self._close_demands()
         if demand <= int(self._progress.words[Progress.DEMAND_DONE]):
             return []
+        self._demand_due = False
         if demand not in self._demands:
             self._demands[demand] = _OpenDemand(layer, tuple(experts))
             for expert in experts:
                 self._protected[layer, expert] = self._protected.get((layer, expert), 0) + 1
         # The layer's other predictions may be picks too: its hint, which names all picks, decides.
-        self._drop_predictions(lambda read: read.due < (self._step, layer))
-        return [expert for expert in experts if self._demand_one(demand, (layer, expert))]
+        self._cancel_predictions(lambda read: read.due < (self._step, layer))
+        here = [expert for expert in experts if self._demand_one(demand, (layer, expert))]
+        if not self._waited_for:
+            self._scheduler.pace.landed(now)
+        return here
 
     def hint(
         self,
@@ -97,19 +110,28 @@ class Residency:
         picks: Sequence[int],
         predicted_layer: int,
         predicted: Sequence[int],
+        scores: Sequence[float],
+        now: float = 0.0,
     ) -> None:
         """Compute routed `layer` to `picks` and expects `predicted` (best first) at
-        `predicted_layer`; both may be empty."""
+        `predicted_layer`; both may be empty. Larger `scores` are likelier."""
         self._step = step
-        for expert in picks:
-            self._picked((layer, expert))
-        chosen = {(layer, expert) for expert in picks}
-        self._drop_predictions(lambda read: read.due <= (step, layer) and read.key not in chosen)
-        if self._predicted_in_flight:
-            for expert in predicted:
-                key = (predicted_layer, expert)
-                if self._directory.entry[key] == ABSENT and key not in self.queue.reads:
-                    self._queue_read(key, PREDICTED, due=(step, predicted_layer))
+        routed = {(layer, expert) for expert in picks}
+        absent = {key for key in routed if self._directory.entry[key] == ABSENT}
+        if (step, layer, *picks) != self._last_routing:
+            self._route(step, layer, routed, absent, now)
+        self._last_routing = (step, layer, *picks)
+        if self._predicted_in_flight and predicted:
+            row = self._directory.entry[predicted_layer]
+            named = [
+                (expert, score)
+                for expert, score in zip(predicted, scores, strict=True)
+                if row[expert] == ABSENT
+            ]
+            self._scheduler.predicted((step, layer), predicted_layer, named, len(predicted))
+            for expert, _ in named:
+                if (predicted_layer, expert) in self.queue.reads:
+                    self._scheduler.taken((predicted_layer, expert))
 
     def warm(self, keys: Sequence[Key]) -> None:
         """Read `keys` when nothing else is to do and slots are free."""
@@ -124,8 +146,8 @@ class Residency:
         self.slots.reclaim()
         self._close_demands()
         for lane in (URGENT,) if urgent_only else (URGENT, PREDICTED, BACKGROUND):
-            read = self.queue.next_begun(lane)
-            if read is None:
+            read = self._predicted(now) if lane == PREDICTED else self.queue.next_begun(lane)
+            if read is None and lane != PREDICTED:
                 read = self.queue.next_waiting(lane)
                 # Where one read finds no slot, the others of its lane find none either.
                 if read is not None and not self._begin(read):
@@ -136,16 +158,23 @@ class Residency:
 
     def refill(self) -> None:
         """Make the reserve whole again. Called once orders are out, which need not wait for it."""
+        # Slots for guesses are freed ahead of them: their window is shorter than compute's epoch.
+        ahead = self._predicted_in_flight if self._scheduler.pending else 0
         self._evict_down_to(self._reserve, for_prediction=False)
+        self._evict_down_to(self._reserve + ahead, for_prediction=True)
 
-    def done(self, number: int, reader: int) -> Outcome:
-        """The piece of this order is in its slot."""
+    def done(self, number: int, reader: int, seconds: float = 0.0, now: float = 0.0) -> Outcome:
+        """The piece of this order is in its slot; the reader took `seconds` for it."""
         order = self.queue.take_back(number, reader)
         if order is None:
             return Outcome()
         order.read.nbytes += order.piece.needed
         self.counts[counters.READ_BYTES] += order.piece.needed
-        return self._finish(order.read)
+        self._scheduler.read(order.piece.needed, seconds)
+        outcome = self._finish(order.read)
+        if outcome.landed and not self._waited_for:
+            self._scheduler.pace.landed(now)
+        return outcome
 
     def failed(self, number: int, reader: int, reason: str) -> Outcome:
         """The piece of this order cannot be read."""
@@ -171,7 +200,7 @@ class Residency:
         if self.queue.next_waiting(URGENT) is not None:
             return True
         return (
-            self.queue.next_waiting(PREDICTED) is not None
+            self._scheduler.pending
             and self.queue.predictions_begun < self._predicted_in_flight
             and self.slots.coming > self.slots.free
         )
@@ -198,45 +227,61 @@ class Residency:
                 read = self.queue.reads.get(key)
                 if read is not None:
                     read.demands.discard(demand)
+                    if not read.demands:
+                        self._waited_for.discard(key)
                     if not read.demands and not read.begun:
                         self.queue.remove(read)
 
     def _demand_one(self, demand: int, key: Key) -> bool:
         """Whether `key` is resident; otherwise it is now on its way urgently."""
-        if self._directory.entry[key] != ABSENT:
+        if key not in self._routed:
             self._picked(key)
+        if self._directory.entry[key] != ABSENT:
             return True
         read = self.queue.reads.get(key)
         if read is None:
-            if key in self._evicted_for_prediction:
-                self._evicted_for_prediction.discard(key)
-                self.counts[counters.HARMFUL_EVICTIONS] += 1
             read = self._queue_read(key, URGENT)
-        elif read.lane == PREDICTED and read.begun:
+            self._scheduler.taken(key)
+        elif read.origin == PREDICTED and read.begun and not read.demands:
             self.counts[counters.PREDICTED_LATE] += 1
         if not read.given_up:
             self.queue.promote(read)
         read.demands.add(demand)
+        self._waited_for.add(key)
         return False
 
+    def _route(self, step: int, layer: int, routed: set[Key], absent: set[Key], now: float) -> None:
+        """`layer` has picked `routed`, of which `absent` will be demanded."""
+        self._routed, self._demand_due = routed, False
+        for key in routed:
+            self._picked(key)
+        picks = {expert for _, expert in routed}
+        dropped = self._scheduler.routed(now, step, layer, picks, bool(absent))
+        self.counts[counters.PREDICTED_DROPPED] += dropped
+        self._cancel_predictions(lambda read: read.due <= (step, layer) and read.key not in routed)
+        for key in [key for key, due in self._unused.items() if due <= (step, layer)]:
+            self._scheduler.returns.wrong(key)
+            self._unused[key] = NOT_DUE
+        for key in absent:
+            read = self.queue.reads.get(key)
+            if read is None:
+                self._demand_due = True
+            elif not read.given_up:
+                self.queue.promote(read)
+
     def _picked(self, key: Key) -> None:
-        self._last_step[key] = self._step
         self._policy.used(key)
-        if key in self._unused:
-            self._unused.discard(key)
+        if self._scheduler.returns.picked(key) and self._directory.entry[key] == ABSENT:
+            self.counts[counters.HARMFUL_EVICTIONS] += 1
+        if self._unused.pop(key, None) is not None:
             self.counts[counters.PREDICTED_USED] += 1
 
-    def _drop_predictions(self, passed: Callable[[Read], bool]) -> None:
-        """Give up predictions that came too late: their layer is routed, or has gone by."""
+    def _cancel_predictions(self, passed: Callable[[Read], bool]) -> None:
+        """Give up predicted reads that came too late: their layer is routed, or has gone by."""
         for read in self.queue.predictions():
-            if not passed(read):
-                continue
-            if read.begun:
+            if passed(read):
                 self.queue.give_up(read)
                 self._finish(read)
-            else:
-                self.counts[counters.PREDICTED_DROPPED] += 1
-                self.queue.remove(read)
 
     # --- slots and reads --------------------------------------------------------------------------
 
@@ -248,11 +293,31 @@ class Residency:
         self.counts[counters.QUEUE_DEPTH_MAX] = depth
         return read
 
+    def _predicted(self, now: float) -> Read | None:
+        """The predicted read whose next piece is worth reading now, begun if need be."""
+        if self._demand_due or self._waited_for:
+            return None
+        read = self.queue.next_begun(PREDICTED)
+        if read is not None:
+            begun = Guess(read.key, read.due[0], read.probability)
+            worth = self._scheduler.gain(now, begun, read.todo[0].needed, evicts=False)
+            return read if worth > 0 else None
+        if self.queue.predictions_begun >= self._predicted_in_flight:
+            return None
+        guess = self._scheduler.best(now, self._slices.experts[0][0].pieces[0].needed)
+        if guess is None:
+            return None
+        read = self._queue_read(guess.key, PREDICTED, guess.due)
+        read.probability = guess.probability
+        if not self._begin(read):
+            self.queue.remove(read)
+            return None
+        self._scheduler.taken(guess.key)
+        return read
+
     def _begin(self, read: Read) -> bool:
         """Give `read` a slot if its lane may take one now."""
         lane = read.lane
-        if lane == PREDICTED and self.queue.predictions_begun >= self._predicted_in_flight:
-            return False
         spare = 0 if lane == URGENT else self._reserve
         if self.slots.free <= spare and lane != BACKGROUND:
             self._evict_down_to(spare + 1, for_prediction=lane == PREDICTED)
@@ -272,11 +337,8 @@ class Residency:
             victim = self._policy.victim(self._protected)
             if victim is None:
                 return
-            if for_prediction:
-                if self._last_step.get(victim, -2) >= self._step - 1:
-                    return
-                self._evicted_for_prediction.add(victim)
             self._evict(victim)
+            self._scheduler.returns.evicted(self._resident, victim if for_prediction else None)
 
     def _evict(self, key: Key) -> None:
         slot = entry_slot(int(self._directory.entry[key]))
@@ -285,8 +347,7 @@ class Residency:
         self.slots.retire(slot)
         self._resident -= 1
         self.counts[counters.EVICTIONS] += 1
-        if key in self._unused:
-            self._unused.discard(key)
+        if self._unused.pop(key, None) is not None:
             self.counts[counters.PREDICTED_WASTED_BYTES] += self._nbytes(key)
 
     def _finish(self, read: Read) -> Outcome:
@@ -295,6 +356,7 @@ class Residency:
         if not read.over:
             return outcome
         self.queue.remove(read)
+        self._waited_for.discard(read.key)
         if read.given_up:
             self.slots.give_back(read.slot)
             if read.failure:
@@ -303,17 +365,15 @@ class Residency:
                 # Demanded while its last pieces were being thrown away: start over.
                 again = self._queue_read(read.key, URGENT)
                 again.demands = read.demands
+                self._waited_for.add(read.key)
             else:
                 self.counts[counters.PREDICTED_WASTED_BYTES] += read.nbytes
             return outcome
         self._directory.entry[read.key] = pack_entry(read.slot, read.generation)
         self._policy.inserted(read.key)
         self._resident += 1
-        self._evicted_for_prediction.discard(read.key)
         if read.origin == PREDICTED and not read.demands:
-            self._unused.add(read.key)
-        if read.lane == URGENT and read.demands:
-            self._picked(read.key)
+            self._unused[read.key] = read.due
         outcome.landed = [(demand, read.key[1]) for demand in sorted(read.demands)]
         return outcome
 

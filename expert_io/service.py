@@ -17,10 +17,12 @@ from pathlib import Path
 import uvloop
 import zmq
 
+from expert_io.dispatch import Dispatcher
 from expert_io.packed import expert_slices
 from expert_io.policies import make_policy
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
+from expert_io.scheduler import ExpectedGain
 from expert_io.service_trace import ServiceTrace
 from expert_io.slices import SliceMap
 from protocol import counters
@@ -53,8 +55,6 @@ COMPUTE = "compute"
 # Compute's progress sends no message: while a read waits for it, look this often.
 PROGRESS_LOOK_S = 0.0005
 WATCH_S = 0.25
-# Orders queued at a reader behind the one it reads.
-READ_AHEAD = 1
 
 
 class ExpertService:
@@ -79,13 +79,14 @@ class ExpertService:
             shared,
             progress,
             make_policy(spec.policy, spec.seed),
+            ExpectedGain(),
             reserve=spec.reserve,
             predicted_in_flight=spec.predicted_in_flight,
         )
         self.residency.warm([(key >> 16, key & 0xFFFF) for key in spec.warm_experts])
         # What was built lives as long as the process; without this every collection walks it.
         gc.freeze()
-        self._held: dict[int, int] = {}  # orders in each reader's hands
+        self._dispatcher = Dispatcher(self.residency)
         self._incarnations: dict[int, int] = {}
         self._reported: dict[int, float] = {}
         self._own: defaultdict[str, float] = defaultdict(float)
@@ -118,7 +119,7 @@ class ExpertService:
         match message:
             case Demand(demand, layer, experts) if self._known(layer, experts):
                 self._trace.asked(demand, layer, experts)
-                landed = self.residency.demand(demand, layer, experts)
+                landed = self.residency.demand(demand, layer, experts, time.monotonic())
                 if landed:
                     self._compute.send(Landed(demand, landed), to=sender)
                     self._trace.answered(demand, landed)
@@ -127,7 +128,8 @@ class ExpertService:
                 and (not predicted or self._known(ahead, predicted))
                 and len(scores) == len(predicted)
             ):
-                self.residency.hint(step, layer, picks, ahead, predicted)
+                now = time.monotonic()
+                self.residency.hint(step, layer, picks, ahead, predicted, scores, now)
             case _:
                 self._own[counters.MALFORMED_MESSAGES] += 1
         self._give_orders()
@@ -140,12 +142,12 @@ class ExpertService:
                 reader, incarnation, number
             ):
                 self._own[counters.READ_SECONDS] += seconds
-                self._held[reader] -= 1
-                self._report(self.residency.done(number, reader))
+                self._dispatcher.answered(reader)
+                self._report(self.residency.done(number, reader, seconds, time.monotonic()))
             case ReadFailed(reader, incarnation, number, reason) if self._holds(
                 reader, incarnation, number
             ):
-                self._held[reader] -= 1
+                self._dispatcher.answered(reader)
                 self._report(self.residency.failed(number, reader, reason))
             case ReadDone(reader, incarnation, _) | ReadFailed(reader, incarnation, _) if (
                 incarnation < self._incarnations.get(reader, -1)
@@ -164,7 +166,7 @@ class ExpertService:
         if known >= 0:
             self._own[counters.READERS_REPLACED] += 1
             self._report(self.residency.reader_lost(reader))
-        self._held[reader] = 0
+        self._dispatcher.joined(reader)
         if known < 0 and len(self._incarnations) == self._spec.readers:
             self._control.send(Ready(NAME, {"eviction": self._spec.policy}))
 
@@ -185,21 +187,10 @@ class ExpertService:
     # --- orders -----------------------------------------------------------------------------------
 
     def _give_orders(self) -> None:
-        """Every reader gets an order, then a second one to go on with at once.
-
-        The second is urgent only: what is queued at a reader cannot be overtaken, and nothing is
-        more urgent. Without it a reader idles for a round trip between the pieces of a miss.
-        """
-        now = time.monotonic()
-        for ahead in range(READ_AHEAD + 1):
-            for reader in [reader for reader, held in self._held.items() if held == ahead]:
-                order = self.residency.next_order(reader, now, urgent_only=ahead > 0)
-                if order is None:
-                    break
-                self._held[reader] += 1
-                self._send_order(order)
+        for order in self._dispatcher.orders(time.monotonic()):
+            self._send_order(order)
         self.residency.refill()
-        if self.residency.blocked and 0 in self._held.values() and not self._looking:
+        if self._dispatcher.must_look and not self._looking:
             self._looking = True
             self._loop.call_later(PROGRESS_LOOK_S, self._look_again)
 

@@ -11,6 +11,7 @@ from expert_io.policies import make_policy
 from expert_io.policy import Key
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
+from expert_io.scheduler import Eager
 from expert_io.slices import BLOCK, ExpertSlices, Slice, SliceMap
 from protocol.layouts import ABSENT, Directory, Progress, entry_slot, full_fence
 
@@ -43,6 +44,7 @@ class SmallWorld:
             self.directory,
             self.progress,
             make_policy(self.policy, 0),
+            Eager(),
             reserve=self.reserve,
             predicted_in_flight=self.predicted_in_flight,
         )
@@ -62,6 +64,12 @@ class SmallWorld:
         """Where the directory says `key` is."""
         word = int(self.directory.entry[key])
         return None if word == ABSENT else entry_slot(word)
+
+    def hint(
+        self, step: int, layer: int, picks: list[int], ahead: int, predicted: list[int]
+    ) -> None:
+        """Publish picks and a prediction."""
+        self.residency.hint(step, layer, picks, ahead, predicted, [1.0] * len(predicted))
 
     # --- readers ----------------------------------------------------------------------------------
 
@@ -139,7 +147,7 @@ class Chaos:
         self.step += layer == 0
         guess = self.random.sample(range(EXPERTS), 3)
         picks = self.random.sample(range(EXPERTS), 2)
-        self.world.residency.hint(self.step, layer, picks, layer + 1, guess)
+        self.world.residency.hint(self.step, layer, picks, layer + 1, guess, [1.0] * 3)
 
     def order(self) -> None:
         self.world.take_order(self.random.randrange(3))

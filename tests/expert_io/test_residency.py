@@ -45,7 +45,7 @@ def test_a_demanded_expert_lands_and_is_announced_once() -> None:
 
 def test_a_demand_for_what_is_in_flight_waits_for_that_read_and_hurries_it() -> None:
     world = SmallWorld()
-    world.residency.hint(0, 0, [], 1, [7])
+    world.hint(0, 0, [], 1, [7])
     first = world.take_order()
     assert first is not None and first.read.lane == PREDICTED
     world.residency.demand(1, 1, [7])
@@ -59,7 +59,7 @@ def test_a_demand_for_what_is_in_flight_waits_for_that_read_and_hurries_it() -> 
 
 def test_urgent_pieces_overtake_predicted_ones_already_begun() -> None:
     world = SmallWorld()
-    world.residency.hint(0, 0, [], 1, [7])
+    world.hint(0, 0, [], 1, [7])
     begun = world.take_order()
     world.residency.demand(1, 0, [3])
     following = world.take_order(reader=1)
@@ -69,7 +69,7 @@ def test_urgent_pieces_overtake_predicted_ones_already_begun() -> None:
 
 def test_predictions_in_flight_are_bounded() -> None:
     world = SmallWorld(predicted_in_flight=2)
-    world.residency.hint(0, 0, [], 1, [1, 2, 3, 4])
+    world.hint(0, 0, [], 1, [1, 2, 3, 4])
     keys = set()
     for reader in range(8):
         order = world.take_order(reader)
@@ -80,9 +80,9 @@ def test_predictions_in_flight_are_bounded() -> None:
 
 def test_predictions_are_dropped_when_their_layer_has_been_routed() -> None:
     world = SmallWorld(predicted_in_flight=1)
-    world.residency.hint(0, 0, [], 1, [1, 2, 3])
+    world.hint(0, 0, [], 1, [1, 2, 3])
     assert world.take_order() is not None
-    world.residency.hint(0, 1, [5], 2, [])
+    world.hint(0, 1, [5], 2, [])
     assert world.residency.counts[counters.PREDICTED_DROPPED] == 2
     world.finish()
     assert world.take_order() is None, "the rest of a given-up read is not read"
@@ -92,29 +92,11 @@ def test_predictions_are_dropped_when_their_layer_has_been_routed() -> None:
 
 def test_an_early_prediction_counts_as_used_when_its_layer_picks_it() -> None:
     world = SmallWorld()
-    world.residency.hint(0, 0, [], 1, [1, 2])
+    world.hint(0, 0, [], 1, [1, 2])
     world.read_all()
-    world.residency.hint(0, 1, [1, 3], 2, [])
+    world.hint(0, 1, [1, 3], 2, [])
     assert world.residency.counts[counters.PREDICTED_ISSUED] == 2
     assert world.residency.counts[counters.PREDICTED_USED] == 1
-
-
-def test_a_prediction_never_evicts_what_the_last_step_used() -> None:
-    world = SmallWorld(slots=6, reserve=1, predicted_in_flight=2)
-    world.residency.hint(5, 0, [], 1, [])
-    world.residency.demand(1, 0, [0, 1, 2, 3, 4])
-    world.read_all()
-    world.done_with(1)
-    for epoch in range(3):
-        world.bump_epoch()
-        world.residency.hint(5, 0, [0, 1, 2, 3, 4], 1, [5 + epoch])
-        assert world.read_all() == []
-    assert all(world.slot_of((0, e)) is not None for e in range(5))
-    world.residency.hint(8, 0, [], 1, [7])
-    world.read_all()
-    world.bump_epoch()
-    world.read_all()
-    assert world.slot_of((1, 7)) is not None, "what three steps left unused gives way"
 
 
 def test_harmful_evictions_are_counted() -> None:
@@ -122,7 +104,7 @@ def test_harmful_evictions_are_counted() -> None:
     world.residency.demand(1, 0, [0, 1, 2])
     world.read_all()
     world.done_with(1)
-    world.residency.hint(9, 0, [1, 2], 1, [7])
+    world.hint(9, 0, [1, 2], 1, [7])
     world.read_all()
     world.bump_epoch()
     world.read_all()
@@ -234,7 +216,7 @@ def test_abandoned_demands_stop_what_has_not_begun() -> None:
 
 def test_what_is_queued_ahead_at_a_reader_is_urgent_only() -> None:
     world = SmallWorld()
-    world.residency.hint(0, 0, [], 1, [7])
+    world.hint(0, 0, [], 1, [7])
     world.residency.warm([(2, 2)])
     assert world.residency.next_order(0, 0.0, urgent_only=True) is None
     world.residency.demand(1, 0, [3])

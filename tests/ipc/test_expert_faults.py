@@ -31,6 +31,7 @@ from protocol.messages import (
     TraceStop,
     TraceStopped,
 )
+from tests.ipc.teaching import teach
 
 ROOT = Path(__file__).parents[2]
 MINI = ROOT / "tests" / "golden" / "data" / "mini"
@@ -151,13 +152,14 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 def test_a_trace_says_who_read_what_for_whom(tmp_path: Path) -> None:
     with ExpertGroup(MINI, slots=SLOTS, readers=2, latency=0.05) as group:
+        step = teach(group, 1, [5, 6])
         for name in group.children:
             group.control.send(TraceStart(str(tmp_path / name)), to=name)
             # Answered after it on the same socket: the trace is on.
             group.control.send(StatsRequest(0), to=name)
         for _ in group.children:
             group.hear(StatsReply)
-        group.hint(0, 0, [], 1, [5])
+        group.hint(step, 0, [], 1, [5, 6])
         group.await_resident(1, [5])
         group.fetch(2, [3, 4])
         for name in group.children:
@@ -166,6 +168,8 @@ def test_a_trace_says_who_read_what_for_whom(tmp_path: Path) -> None:
             group.hear(TraceStopped)
     reads = [e for n in (0, 1) for e in events(tmp_path / f"reader-{n}") if e["ph"] == "X"]
     asked = {(e["name"], e["args"]["layer"], e["args"]["expert"]) for e in reads}
+    # Whether the second guess pays after the first took its time is the scheduler's affair.
+    asked.discard(("read predicted", 1, 6))
     assert asked == {("read predicted", 1, 5), ("read urgent", 2, 3), ("read urgent", 2, 4)}
     assert all(e["args"]["bytes"] > 0 and e["dur"] >= 50_000 for e in reads)
     service = events(tmp_path / "experts")

@@ -20,6 +20,7 @@ from protocol.layouts import PLACES, entry_slot
 from protocol.messages import Demand, DemandFailed, Landed, ReaderStuck
 from protocol.shards import Shards
 from protocol.tensor_table import expert_tensor
+from tests.ipc.teaching import teach
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 SLOTS = 30
@@ -81,11 +82,12 @@ def test_a_resident_expert_is_announced_at_once_and_not_read_again() -> None:
 
 def test_predictions_are_read_without_being_demanded() -> None:
     with ExpertGroup(MINI, slots=SLOTS) as group:
-        group.hint(0, 0, [], 1, [5, 6])
+        step = teach(group, 1, [5, 6])
+        group.hint(step, 0, [], 1, [5, 6])
         group.await_resident(1, [5, 6])
         assert_right(group, 1, 5)
         stats = group.stats()
-        assert stats["reads_predicted"] == 2 and "reads_urgent" not in stats
+        assert stats["reads_predicted"] == 2 and stats["reads_urgent"] == 1
 
 
 def test_a_killed_reader_is_replaced_and_its_order_read_again() -> None:

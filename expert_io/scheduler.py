@@ -1,0 +1,183 @@
+"""Which predicted expert to read next, and whether to read one at all: a decision by expected gain.
+
+Owns the guesses that compute has published and what was measured about them: how often a guess of
+its kind came true, how long until the next layer is routed, how long a piece takes to read, how
+often a layer misses, how often a victim is wanted back. Does no I/O and reads no clock.
+
+A piece of a guess is worth reading now if
+
+    p o  >  (1 - p) (m b + v t)
+
+in seconds of compute's waiting: with probability `p` the expert is picked, and then the part `o` of
+the piece's `t` seconds that lies before its layer is routed need not be waited for. If it is not
+picked, then with probability `m` the next layer misses, and its reads wait for the part `b` of the
+piece that lies after that layer's routing; and with probability `v` the expert that gave up its
+slot is wanted back, more often than the guess itself is used later. (If the guess is right, then
+both costs would have come anyway.) So a far layer is read for when a read takes longer than a
+layer, and nothing is begun just before a routing that will tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from expert_io.calibration import Calibration
+from expert_io.policy import Key
+from expert_io.returns import Returns
+
+# Weight of the newest sample in every running mean.
+NEWEST = 0.1
+
+
+class Mean:
+    """A running mean that forgets; `start` before the first sample."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.value = start
+        self._samples = 0
+
+    def add(self, sample: float) -> None:
+        self._samples += 1
+        self.value += max(NEWEST, 1 / self._samples) * (sample - self.value)
+
+
+class Pace:
+    """When the next layer will be routed, going by the layers before.
+
+    Compute reaches the next routing some time after it had the last thing it waited for: this
+    layer's routing where nothing was missing, else the last landing. Both times are kept.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._waited = False
+        self._layer = -1
+        self._after = {False: Mean(), True: Mean()}
+
+    def routed(self, now: float, layer: int) -> None:
+        """Compute has come to `layer`."""
+        # From one pass to the next there is sampling, and perhaps a pause.
+        if self._layer >= 0 and layer == self._layer + 1:
+            self._after[self._waited].add(now - self._since)
+        self._since, self._waited, self._layer = now, False, layer
+
+    def landed(self, now: float) -> None:
+        """What compute waits for has come."""
+        self._since, self._waited = now, True
+
+    def until(self, now: float, layer: int) -> float:
+        """Seconds until `layer` is routed, if nothing is waited for on the way."""
+        following = self._since + self._after[self._waited].value
+        whole = self._after[False].value or self._after[True].value
+        return max(0.0, following - now) + max(0, layer - self._layer - 1) * whole
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """`key` will be picked at its layer in pass `step`, with `probability`."""
+
+    key: Key
+    step: int
+    probability: float
+
+    @property
+    def due(self) -> tuple[int, int]:
+        """The (step, layer) it is for."""
+        return self.step, self.key[0]
+
+
+class ExpectedGain:
+    """Reads what is worth it; see the module's docstring."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.returns = Returns()
+        self._guesses: dict[Key, Guess] = {}
+        self._said: dict[tuple[int, int], list[tuple[Calibration, int, float]]] = {}
+        self._calibrations: dict[tuple[int, int], Calibration] = {}
+        self._misses = Mean(1.0)
+        self._seconds_per_byte = Mean()
+
+    # --- what is learned --------------------------------------------------------------------------
+
+    def predicted(
+        self, now_at: tuple[int, int], layer: int, named: Sequence[tuple[int, float]], count: int
+    ) -> None:
+        """At (step, layer) `now_at` the absent ones of `count` named experts of `layer`, with
+        scores."""
+        step, here = now_at
+        # A pass over many tokens names many experts, and more of them come true.
+        kind = (layer - here, count.bit_length())
+        calibration = self._calibrations.setdefault(kind, Calibration())
+        said = self._said.setdefault((step, layer), [])
+        # What a nearer layer says replaces it all: it has seen more.
+        for key in [k for k, g in self._guesses.items() if g.due == (step, layer)]:
+            del self._guesses[key]
+        for expert, score in named:
+            said.append((calibration, expert, score))
+            probability = calibration.probability(score)
+            key = (layer, expert)
+            self._guesses[key] = Guess(key, step, probability)
+
+    def routed(self, now: float, step: int, layer: int, picks: Iterable[int], missing: bool) -> int:
+        """`layer` picked `picks`, some of them `missing`; how many guesses this ended unread."""
+        self.pace.routed(now, layer)
+        self._misses.add(missing)
+        chosen = set(picks)
+        for at in [at for at in self._said if at <= (step, layer)]:
+            for calibration, expert, score in self._said.pop(at):
+                if at == (step, layer):
+                    calibration.learn(score, expert in chosen)
+        return self.drop_until((step, layer))
+
+    def drop_until(self, passed: tuple[int, int]) -> int:
+        """Forget guesses for (step, layer) `passed` and before; how many."""
+        late = [key for key, guess in self._guesses.items() if guess.due <= passed]
+        for key in late:
+            del self._guesses[key]
+        return len(late)
+
+    def read(self, nbytes: int, seconds: float) -> None:
+        """A piece of `nbytes` took `seconds`."""
+        self._seconds_per_byte.add(seconds / nbytes)
+
+    # --- what is decided --------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are guesses that nobody reads yet."""
+        return bool(self._guesses)
+
+    def best(self, now: float, nbytes: int) -> Guess | None:
+        """The guess whose first piece, of `nbytes`, is most worth reading now."""
+        best, most = None, 0.0
+        for guess in self._guesses.values():
+            gain = self.gain(now, guess, nbytes, evicts=True)
+            if gain > most:
+                best, most = guess, gain
+        return best
+
+    def taken(self, key: Key) -> None:
+        """`key` is resident or being read: no guess any more."""
+        self._guesses.pop(key, None)
+
+    def gain(self, now: float, guess: Guess, nbytes: int, *, evicts: bool) -> float:
+        """Seconds of waiting that reading a piece of `nbytes` now is expected to save."""
+        takes = nbytes * self._seconds_per_byte.value
+        overlapped = min(takes, self.pace.until(now, guess.key[0]))
+        blocked = takes - min(takes, self.pace.until(now, 0))
+        wrong = self._misses.value * blocked
+        if evicts:
+            wrong += self.returns.regret * takes
+        return guess.probability * overlapped - (1 - guess.probability) * wrong
+
+
+class Eager(ExpectedGain):
+    """Reads every guess in the order published, whatever it costs: what prefetch was before."""
+
+    def best(self, now: float, nbytes: int) -> Guess | None:
+        return next(iter(self._guesses.values()), None)
+
+    def gain(self, now: float, guess: Guess, nbytes: int, *, evicts: bool) -> float:
+        return 1.0
