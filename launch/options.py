@@ -13,6 +13,8 @@ from protocol.errors import UsageError
 from protocol.messages import Generate
 
 GIB = 1 << 30
+# Options that are not written like the field they set.
+_SPELLINGS = {"predicted_in_flight": "prefetch", "kept_bytes": "keep"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class GroupOptions:
     none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
     where the machine does not allow it) or `off`. `predict` experts of the next layer are published
     and at most `predicted_in_flight` are read ahead at once; 0 turns prefetch off.
+    `graphs` and `device_cache` matter on a GPU: how decode steps are launched, and bytes of its
+    memory for experts (None: what is free).
     `kept_bytes` bound the sequence states that let a request continue an earlier one;
     `snapshot_dir` keeps them beyond the process, within `snapshot_bytes`.
     """
@@ -34,9 +38,13 @@ class GroupOptions:
     cache_share: float | None = None
     slots: int | None = None
     pin: str = "auto"
+    graphs: str = "on"
+    device_cache: int | None = None
     direct: bool = True
     piece_bytes: int = 4 << 20
     pack: Path | None = None
+    pinned: tuple[tuple[int, int], ...] = ()
+    warm_dir: Path | None = None
     policy: str = "lru-random"
     predict: int = 6
     predicted_in_flight: int = 2
@@ -63,23 +71,35 @@ class GroupOptions:
     engram_faults: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("readers", 1),
-            ("piece_bytes", 4096),
-            ("predict", 0),
-            ("predicted_in_flight", 0),
-            ("engram_reads", 1),
-            ("chunk_tokens", 1),
-            ("max_context", 1),
-            ("kept_bytes", 0),
-            ("snapshot_bytes", 0),
-            ("threads", 0),
+        for name, least, most in (
+            ("readers", 1, 256),
+            ("piece_bytes", 4096, GIB),
+            ("predict", 0, 1024),
+            ("predicted_in_flight", 0, 1024),
+            ("engram_reads", 1, 4096),
+            ("chunk_tokens", 1, 1 << 16),
+            ("max_context", 1, 1 << 40),
+            ("kept_bytes", 0, 1 << 60),
+            ("snapshot_bytes", 0, 1 << 60),
+            ("threads", 0, 1024),
+            ("seed", 0, (1 << 63) - 1),
+            # The shortest wait that a start or a byte could ever take, and a year.
+            ("start_timeout", 0.001, 3e7),
+            ("stall_timeout", 0.001, 3e7),
+            ("order_timeout", 0.001, 3e7),
+            ("disk_bandwidth", 0, 1e15),
+            ("disk_latency", 0, 3600),
         ):
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} is {getattr(self, name)}, expected at least {least}")
+            value = getattr(self, name)
+            # Written so that it is false for a value that is no number at all.
+            if not least <= value <= most:
+                option = _SPELLINGS.get(name, name.replace("_", "-"))
+                bound = f"at most {most:g}" if value > most else f"at least {least}"
+                raise UsageError(f"--{option} is {value}, expected {bound}")
         if self.pin not in ("auto", "on", "off"):
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
+        if self.graphs not in ("off", "on", "oracle"):
+            raise UsageError(f"--graphs is {self.graphs!r}, expected off, on or oracle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +127,14 @@ class GenerateOptions:
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+# More would be no machine's memory, and at some length no float.
+_MOST_DIGITS = 30
 
 
 def parse_size(text: str) -> int:
     """Bytes in `4GiB`, `500MB` or `1048576`; raises UsageError."""
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if matched is None or matched[2] not in _UNITS:
+    if matched is None or matched[2] not in _UNITS or len(matched[1]) > _MOST_DIGITS:
         raise UsageError(f"{text!r} is not a size; write it like 64GiB, 500MB or 1048576")
     return int(float(matched[1]) * _UNITS[matched[2]])
 
@@ -120,7 +142,9 @@ def parse_size(text: str) -> int:
 def parse_cache(text: str) -> tuple[int | None, float | None]:
     """(bytes, None) for a size or (None, share) for a percentage; raises UsageError."""
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
-    return (None, float(matched[1]) / 100) if matched else (parse_size(text), None)
+    if matched is None or len(matched[1]) > _MOST_DIGITS:
+        return parse_size(text), None
+    return None, float(matched[1]) / 100
 
 
 def format_size(count: float) -> str:

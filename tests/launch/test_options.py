@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def test_a_size_is_what_it_says(text: str, count: int) -> None:
     assert parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "64 gigs", "i", "5iB", "1,5G", "10%"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "64 gigs", "i", "5iB", "1,5G", "10%", "9" * 400]
+)
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
@@ -44,6 +47,8 @@ def test_a_cache_is_a_size_or_a_share() -> None:
     assert parse_cache("2GiB") == (2 << 30, None)
     with pytest.raises(UsageError):
         parse_cache("%")
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_cache("9" * 400 + "%")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,17 @@ def test_a_size_is_shown_in_the_largest_unit(count: int, text: str) -> None:
     "options, said",
     [
         ({"readers": 0}, "--readers is 0, expected at least 1"),
+        ({"readers": 10_000}, "--readers is 10000, expected at most 256"),
         ({"predict": -1}, "--predict is -1, expected at least 0"),
+        ({"predicted_in_flight": -1}, "--prefetch is -1, expected at least 0"),
+        ({"threads": 100_000}, "--threads is 100000, expected at most 1024"),
+        ({"kept_bytes": 1 << 70}, "--keep is .*, expected at most"),
+        ({"chunk_tokens": 10**20}, "--chunk-tokens is 100000000000000000000, expected at most"),
+        ({"start_timeout": 0.0}, "--start-timeout is 0.0, expected at least 0.001"),
+        ({"start_timeout": math.nan}, "--start-timeout is nan, expected at least 0.001"),
+        ({"stall_timeout": math.inf}, "--stall-timeout is inf, expected at most"),
+        ({"disk_bandwidth": -1.0}, "--disk-bandwidth is -1.0, expected at least 0"),
+        ({"disk_latency": math.nan}, "--disk-latency is nan, expected at least 0"),
         ({"chunk_tokens": 0}, "--chunk-tokens is 0, expected at least 1"),
         ({"pin": "maybe"}, "--pin is 'maybe', expected auto, on or off"),
     ],
