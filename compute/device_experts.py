@@ -87,6 +87,11 @@ class DeviceExperts:
         self.counts = {counters.DEVICE_HITS: 0.0, counters.DEVICE_COPIES: 0.0}
 
     @property
+    def way(self) -> str:
+        """Where decode steps read experts, in words."""
+        return "read in place" if self._in_place else f"{len(self._slots)} slots on the device"
+
+    @property
     def resident(self) -> int:
         """How many experts lie in device memory."""
         return len(self._slot_of)

@@ -8,6 +8,7 @@ was cached, predicted, or in which order experts arrived.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,10 @@ from protocol.config import ModelConfig
 from protocol.errors import UsageError
 from protocol.route_trace import MOE
 
+if TYPE_CHECKING:
+    # Triton, which its kernels are written in, need not be there where no GPU is.
+    from compute.decode.decoder import Decoder
+
 
 class Model:
     """A DeepSeek-V4.1 text model over dense `weights` and two sources of what does not fit.
@@ -37,7 +42,8 @@ class Model:
     index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
     `predictions` is how many experts of the next layer are named for each token. `routes` is shown
     every pass where a route trace is wanted. `fitted` gates name them where there are some, else
-    the layers' own do.
+    the layers' own do. A pass over a single token goes through `decoder`, if there is one. A new
+    state has room for `capacity` tokens before anything of it moves.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class Model:
         predictions: int | None = None,
         routes: RouteRecorder | None = None,
         fitted: FittedGates = NO_FITTED_GATES,
+        decoder: Decoder | None = None,
+        capacity: int = 0,
     ) -> None:
         self.config = config
         self.device = weights.embed.device
@@ -63,6 +71,8 @@ class Model:
         self._observe = observe
         self._routes = routes
         self._fitted = fitted
+        self._decoder = decoder
+        self._capacity = capacity
         self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
         self._rope = Rope(config, self.device)
         self._attention = [
@@ -82,7 +92,7 @@ class Model:
 
     def new_state(self) -> SequenceState:
         """The state of a sequence without tokens."""
-        return SequenceState(self.config, self.device)
+        return SequenceState(self.config, self.device, self._capacity)
 
     @torch.inference_mode()
     def forward(
@@ -103,11 +113,14 @@ class Model:
         try:
             ids = self._checked(tokens, state)
             state.usable = False
-            streams, pre = self._run(ids, state, engram_ticket)
-            if not want_all_logits:
-                streams, pre = streams[-1:], pre[-1:]
-            logits = self.head(streams, pre)
-            state.length += len(ids)
+            if self._decoder is not None and len(ids) == 1:
+                logits = self._decoder.forward(int(ids), state, engram_ticket).unsqueeze(0)
+            else:
+                streams, pre = self._run(ids, state, engram_ticket)
+                if not want_all_logits:
+                    streams, pre = streams[-1:], pre[-1:]
+                logits = self.head(streams, pre)
+                state.length += len(ids)
             state.usable = True
         finally:
             self._engram.done(engram_ticket)

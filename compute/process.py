@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import zmq
@@ -50,6 +51,10 @@ from protocol.specs import ComputeSpec
 from protocol.trace import Tracer
 from protocol.transport import Channel
 from protocol.wire import Message
+
+if TYPE_CHECKING:
+    from compute.decode.decoder import Decoder
+    from compute.device_experts import DeviceExperts
 
 NAME = "compute"
 CONTROL = (Generate, Cancel, *COMMON)
@@ -194,6 +199,16 @@ def _load_weights(shards: Shards, device: torch.device, control: Channel) -> Mod
     return ModelWeights.load(shards, device, report)
 
 
+class Decoding(NamedTuple):
+    decoder: Decoder
+    experts: DeviceExperts
+
+    @property
+    def way(self) -> str:
+        """How the experts reach the device, in words."""
+        return self.experts.way
+
+
 def _assemble(
     spec: ComputeSpec, context: zmq.Context[zmq.Socket[bytes]], control: Channel, tracer: Tracer
 ) -> tuple[TextGenerator, dict[str, str]]:
@@ -232,16 +247,21 @@ def _assemble(
         min(spec.max_context, config.max_position_embeddings),
     )
     store = _snapshots(spec, config, device, limits)
+    routes = _route_recorder(spec, config, weights, fitted, experts, regions.arena.slots)
+    decoding = _decoding(spec, config, weights, fitted, experts, engram, regions.arena, tracer)
     generator = TextGenerator(
         Model(
             config,
             weights,
-            experts,
+            decoding.experts if decoding else experts,
             engram,
             tracer=tracer,
             predictions=spec.predict,
-            routes=_route_recorder(spec, config, weights, fitted, experts, regions.arena.slots),
+            routes=routes,
             fitted=fitted,
+            # A recorder is shown what only the torch path has at hand.
+            decoder=decoding.decoder if decoding and routes is None else None,
+            capacity=limits.context if decoding else 0,
         ),
         engram,
         token_bytes,
@@ -249,7 +269,7 @@ def _assemble(
         tracer,
         KeptStates(spec.kept_bytes, store),
         limits,
-        lambda: experts.counts | engram.counts,
+        lambda: experts.counts | engram.counts | (decoding.experts.counts if decoding else {}),
         interruption,
     )
     facts = {
@@ -257,11 +277,43 @@ def _assemble(
         "device": f"{device}, {torch.get_num_threads()} threads",
         "products": str(product_dtype(device)).removeprefix("torch."),
         "dense weights": f"{weights.nbytes} bytes",
-        "experts": views.way,
+        "experts": views.way if decoding is None else f"{views.way}; {decoding.way}",
+        "decode": "torch operations" if decoding is None else f"kernels, graphs {spec.graphs}",
         "prediction": "fitted gates" if fitted.gates else "the next layer's own gate",
         "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
     }
     return generator, facts
+
+
+def _decoding(
+    spec: ComputeSpec,
+    config: ModelConfig,
+    weights: ModelWeights,
+    fitted: FittedGates,
+    experts: ArenaExperts,
+    engram: RingEngram,
+    arena: Arena,
+    tracer: Tracer,
+) -> Decoding | None:
+    """Decode steps through the kernels, and the experts' tier in device memory: on a GPU."""
+    if weights.embed.device.type != "cuda":
+        return None
+    from compute.decode.assembly import decoder, device_tier
+
+    cache = None if spec.device_cache_bytes < 0 else spec.device_cache_bytes
+    device = weights.embed.device
+    tier = device_tier(experts, arena, config, device, cache, spec.max_context)
+    made = decoder(
+        config,
+        weights,
+        tier,
+        engram,
+        graphs=spec.graphs,
+        predictions=spec.predict,
+        fitted=fitted,
+        tracer=tracer,
+    )
+    return Decoding(made, tier)
 
 
 def fitted_gates(checkpoint: Path, weights: ModelWeights) -> FittedGates:

@@ -80,15 +80,12 @@ class SequenceState:
         self._ratios = {
             layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids
         }
-        parts = self._parts(config, capacity)
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values()]
-        places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        memory = torch.empty(sum(places), dtype=torch.uint8, device=device)
+        parts = _parts(config, capacity)
+        places = [_padded(shape, dtype) for shape, dtype in parts.values()]
+        memory = torch.empty(sum(places), dtype=torch.uint8, device=device).split(places)
         held = {
-            name: piece[:size].view(dtype).view(shape)
-            for (name, (shape, dtype)), size, piece in zip(
-                parts.items(), sizes, memory.split(places), strict=True
-            )
+            name: piece[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for (name, (shape, dtype)), piece in zip(parts.items(), memory, strict=True)
         }
         self.windows = held["windows"].zero_()
         self.filling = {layer: held[f"filling.{layer}"] for layer in self._ratios}
@@ -102,24 +99,16 @@ class SequenceState:
         }
         self.last_key_source: int | None = None
 
-    def _parts(
-        self, config: ModelConfig, capacity: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of everything that is allocated at once."""
-        width, bf16 = config.head_dim, torch.bfloat16
-        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "windows": ((config.num_hidden_layers, config.sliding_window, width), bf16)
-        }
-        for layer, ratio in self._ratios.items():
-            groups = capacity // ratio
-            parts[f"filling.{layer}"] = (2, ratio, width), torch.float32
-            parts[f"compressed.{layer}"] = (groups, width), bf16
-            parts[f"index_keys.{layer}"] = (groups, config.index_head_dim), bf16
-        return parts
+    @classmethod
+    def bytes_for(cls, config: ModelConfig, capacity: int) -> int:
+        """Bytes of a state with room for `capacity` tokens."""
+        parts = _parts(config, capacity).values()
+        return sum(_padded(shape, dtype) for shape, dtype in parts)
 
     def pending(self, layer: int, length: int) -> torch.Tensor:
         """fp32 [2, length mod ratio, head_dim]: kv and gates of a group not full after `length`."""
-        return self.filling[layer][:, : length % self._ratios[layer]]
+        filling: torch.Tensor = self.filling[layer]
+        return filling[:, : length % self._ratios[layer]]
 
     def make_room(self) -> None:
         """See that one more token fits without anything moving."""
@@ -176,3 +165,23 @@ class SequenceState:
             held[f"pending_kv.{layer}"] = pending[0]
             held[f"pending_gate.{layer}"] = pending[1]
         return held
+
+
+def _parts(config: ModelConfig, capacity: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of everything that a state allocates at once."""
+    width, bf16 = config.head_dim, torch.bfloat16
+    parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "windows": ((config.num_hidden_layers, config.sliding_window, width), bf16)
+    }
+    for layer in config.kv_source_layer_ids:
+        ratio = config.compress_ratios[layer]
+        groups = capacity // ratio
+        parts[f"filling.{layer}"] = (2, ratio, width), torch.float32
+        parts[f"compressed.{layer}"] = (groups, width), bf16
+        parts[f"index_keys.{layer}"] = (groups, config.index_head_dim), bf16
+    return parts
+
+
+def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

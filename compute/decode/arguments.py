@@ -1,7 +1,7 @@
 """The dense weights as the kernels of a decode step take them.
 
-Owns no bytes but two copies: the gates of all layers as one matrix, so that a layer's gate and the
-next one's are one product, and a gated compressor's two matrices as one.
+Owns no bytes but two copies: a layer's gate on top of the one that predicts the next layer, which
+are one product, and a gated compressor's two matrices as one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compute.predictor import NO_FITTED_GATES, FittedGates, PredictingGate
 from compute.weights import (
     CompressorWeights,
     EngramWeights,
@@ -18,6 +19,7 @@ from compute.weights import (
     MixWeights,
     ModelWeights,
 )
+from protocol.route_trace import MOE
 
 #: uint8 e4m3 codes [N, K] and e8m0 scales [N/32, K/32] of an fp8 weight.
 Stored = tuple[torch.Tensor, torch.Tensor]
@@ -50,7 +52,7 @@ class EngramArguments:
 
 @dataclass(frozen=True, slots=True)
 class LayerArguments:
-    """`gates` bf16 [E, D], or [2 E, D] with the next layer's gate below it, and its `next_bias`."""
+    """`gates` bf16 [E, D], or [2 E, D] with the gate below it that predicts the next layer."""
 
     attention_mix: MixWeights
     attention_norm: torch.Tensor
@@ -67,7 +69,7 @@ class LayerArguments:
     ffn_norm: torch.Tensor
     gates: torch.Tensor
     bias: torch.Tensor
-    next_bias: torch.Tensor | None
+    predicting: PredictingGate | None
     shared_gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     shared_down: Stored
     engram: EngramArguments | None
@@ -83,23 +85,22 @@ class Arguments:
     head: torch.Tensor
 
     @classmethod
-    def of(cls, weights: ModelWeights, *, predict: bool) -> Arguments:
-        """From `weights` that were loaded as stored; `predict` adds the next layer's gate."""
-        gates = torch.cat([layer.gate.weight for layer in weights.layers])
-        experts = len(weights.layers[0].gate.weight)
+    def of(
+        cls, weights: ModelWeights, fitted: FittedGates = NO_FITTED_GATES, *, predict: bool
+    ) -> Arguments:
+        """From `weights` that were loaded as stored; `predict` adds the gates that predict."""
         layers = []
         for at, layer in enumerate(weights.layers):
-            following = weights.layers[at + 1] if predict and at + 1 < len(weights.layers) else None
-            both = gates[at * experts : (at + 2 if following else at + 1) * experts]
-            next_bias = following.gate.bias if following else None
-            layers.append(_layer(layer, both, next_bias))
+            following = weights.layers[at + 1].gate if at + 1 < len(weights.layers) else None
+            predicting = fitted.gate(MOE, 1, at + 1, following) if predict and following else None
+            layers.append(_layer(layer, predicting))
         return cls(weights.embed, tuple(layers), weights.norm, weights.head)
 
 
-def _layer(
-    weights: LayerWeights, gates: torch.Tensor, next_bias: torch.Tensor | None
-) -> LayerArguments:
-    attention = weights.attention
+def _layer(weights: LayerWeights, predicting: PredictingGate | None) -> LayerArguments:
+    attention, gates = weights.attention, weights.gate.weight
+    if predicting is not None:
+        gates = torch.cat((gates, predicting.weights.weight))
     codes, scales = weights.shared.w1_w3.stored
     (gate, up), (gate_scale, up_scale) = codes.chunk(2), scales.chunk(2)
     return LayerArguments(
@@ -118,7 +119,7 @@ def _layer(
         ffn_norm=weights.ffn_norm,
         gates=gates,
         bias=weights.gate.bias,
-        next_bias=next_bias,
+        predicting=predicting,
         shared_gate_up=(gate, gate_scale, up, up_scale),
         shared_down=weights.shared.w2.stored,
         engram=_engram(weights.engram),

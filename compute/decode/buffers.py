@@ -104,6 +104,18 @@ class Buffers:
         # Of the head.
         self.logits = fp32(1, 1, config.vocab_size)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them but what the host writes, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for name, value in vars(self).items():
+            parts = value if isinstance(value, (tuple, list)) else [value]
+            for at, part in enumerate(parts):
+                inside = vars(part) if isinstance(part, Mix) else {"": part}
+                for inner, tensor in inside.items():
+                    if isinstance(tensor, torch.Tensor):
+                        found[f"{name}.{at}{inner}"] = tensor
+        return found
+
     def fit(self, state: SequenceState) -> None:
         """Have room to score every row that `state` has room for."""
         rows = max((len(held.room(0)) for held in state.index_keys.values()), default=0)

@@ -51,6 +51,13 @@ class Decoder:
 
         Raises ReadError and StallError from the sources; the state is then unusable.
         """
+        try:
+            return self._run(token, state, ticket)
+        except BaseException:
+            self._experts.release()
+            raise
+
+    def _run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
         self.step.bind(state)
         self._inputs.numpy()[:] = token, state.length
         for layer in range(self._layers):
@@ -112,8 +119,8 @@ class Decoder:
         guesses = routed[k:]
         if layer + 1 < self._layers and len(guesses):
             predicted, margins = np.split(guesses, 2)
-            scores = margins.view(np.float32).tolist()
-            self._experts.hint(layer, picks, layer + 1, predicted.tolist(), scores)
+            scores = self.step.scores(layer, torch.from_numpy(margins.view(np.float32)))
+            self._experts.hint(layer, picks, layer + 1, predicted.tolist(), scores.tolist())
         else:
             self._experts.hint(layer, picks, None, [], [])
         with self._tracer.span("place experts", layer=layer):

@@ -91,6 +91,23 @@ class DecodeStep:
             *keys,
         )
 
+    def written(self) -> dict[str, torch.Tensor]:
+        """All that a token writes, by name: buffers, and of the state what is not only appended."""
+        state = self.state
+        tensors = self.buffers.tensors()
+        tensors["windows"] = state.windows
+        for layer, filling in state.filling.items():
+            tensors[f"filling.{layer}"] = filling
+            for name, rows in (("row", state.compressed[layer]), ("key", state.index_keys[layer])):
+                tensors[f"{name}.{layer}"] = rows.room(1)[len(rows) : len(rows) + 1]
+        return tensors
+
+    def scores(self, layer: int, margins: torch.Tensor) -> torch.Tensor:
+        """What `layer`'s prediction says of fp32 `margins` [n]; see `PredictingGate.scores`."""
+        predicting = self._arguments.layers[layer].predicting
+        assert predicting is not None
+        return predicting.scores(margins)
+
     # --- the token's stages -----------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -170,9 +187,9 @@ class DecodeStep:
             logits[:, :, :experts], weights.bias, b.ids, b.weights,
             scaling=config.routed_scaling_factor,
         )  # fmt: skip
-        if weights.next_bias is not None:
+        if weights.predicting is not None:
             k.predict(
-                logits[:, :, experts:], weights.next_bias, b.predicted, b.margins,
+                logits[:, :, experts:], weights.predicting.weights.bias, b.predicted, b.margins,
                 top_k=config.num_experts_per_tok,
             )  # fmt: skip
         self._join()

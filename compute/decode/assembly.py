@@ -1,0 +1,112 @@
+"""A decoder put together from what the compute process has; the one place to choose its parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from compute.decode.arguments import Arguments
+from compute.decode.decoder import Decoder
+from compute.decode.graphs import Eager, Graphs, SegmentRunner
+from compute.decode.oracle import Oracle
+from compute.decode.step import DecodeStep
+from compute.device_experts import DeviceExperts, HoldingSource
+from compute.predictor import NO_FITTED_GATES, FittedGates
+from compute.sequence import SequenceState
+from compute.slot_views import tensor_shapes
+from compute.sources import EngramSource, PlacedExperts, Tracer
+from compute.weights import ModelWeights
+from protocol.config import ModelConfig
+from protocol.errors import UsageError
+from protocol.layouts import Arena
+
+GRAPHS = ("off", "on", "oracle")
+# Device memory left for a prefill's intermediate results, and for others' use of the device.
+RESERVE_BYTES = 4 << 30
+RESERVE_SHARE = 0.05
+# The arena alone serves where a copy from it runs at this share of a copy inside the device.
+IN_PLACE_SHARE = 0.5
+_PROBE_BYTES = 256 << 20
+
+
+def decoder(
+    config: ModelConfig,
+    weights: ModelWeights,
+    experts: PlacedExperts,
+    engram: EngramSource,
+    *,
+    graphs: str,
+    predictions: int,
+    fitted: FittedGates = NO_FITTED_GATES,
+    tracer: Tracer | None = None,
+) -> Decoder:
+    """A Decoder whose segments are launched as `graphs`, one of GRAPHS, says.
+
+    Raises UsageError for graphs on a device without them.
+    """
+    arguments = Arguments.of(weights, fitted, predict=predictions > 0)
+    step = DecodeStep(config, arguments, predictions=min(predictions, config.n_routed_experts))
+    return Decoder(step, runner(graphs, step), experts, engram, tracer=tracer)
+
+
+def runner(graphs: str, step: DecodeStep) -> SegmentRunner:
+    """How `step`'s segments are launched."""
+    device = step.buffers.streams.device
+    if graphs == "off":
+        return Eager()
+    if graphs not in GRAPHS:
+        raise UsageError(f"--graphs is {graphs!r}, expected {', '.join(GRAPHS)}")
+    if device.type != "cuda":
+        raise UsageError(f"--graphs {graphs} needs a GPU, not {device}; leave it out or say off")
+    captured = Graphs(device, step.baked)
+    return captured if graphs == "on" else Oracle(step, captured)
+
+
+def device_tier(
+    source: HoldingSource,
+    arena: Arena,
+    config: ModelConfig,
+    device: torch.device,
+    cache_bytes: int | None,
+    context: int,
+) -> DeviceExperts:
+    """Expert slots in `cache_bytes` of device memory; None: in what is left beside two sequences of
+    `context` tokens, or none where the device reads the arena about as fast as its own memory. With
+    0 the arena alone serves. Raises UsageError where too little is left."""
+    slot = sum(math.prod(shape) for shape in tensor_shapes(config))
+    least = 2 * config.num_experts_per_tok
+    every = config.num_hidden_layers * config.n_routed_experts
+    if cache_bytes == 0 or (cache_bytes is None and reads_in_place(arena, device)):
+        return DeviceExperts(source, config, device, least, in_place=True)
+    if cache_bytes is None:
+        free, total = torch.cuda.mem_get_info(device)
+        states = 2 * SequenceState.bytes_for(config, context)
+        cache_bytes = free - states - max(RESERVE_BYTES, int(total * RESERVE_SHARE))
+    slots = min(cache_bytes // slot, max(every, least))
+    if slots < least:
+        raise UsageError(
+            f"device memory holds {max(slots, 0)} experts of {slot} bytes, expected at least "
+            f"{least}; ask for a shorter --max-context, or --device-cache 0 to read them in place"
+        )
+    return DeviceExperts(source, config, device, slots)
+
+
+def reads_in_place(arena: Arena, device: torch.device) -> bool:
+    """Whether `device` reads the arena about as fast as its own memory, by two timed copies."""
+    size = min(_PROBE_BYTES, arena.data.nbytes)
+    host = torch.from_numpy(arena.data).view(-1)[:size]
+    into, other = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = [_copy_seconds(source, into) for source in (host, other)]
+    return seconds[1] >= IN_PLACE_SHARE * seconds[0]
+
+
+def _copy_seconds(source: torch.Tensor, into: torch.Tensor) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    into.copy_(source, non_blocking=True)
+    begin.record()
+    into.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000
