@@ -54,6 +54,20 @@ _OPTIONS = (
         type=click.Choice(["auto", "on", "off"]),
         help="Lock the expert memory; auto: only where a GPU reads it.",
     ),
+    _option(
+        "--graphs",
+        key="graphs",
+        type=click.Choice(["off", "on", "oracle"]),
+        help="How a GPU launches decode steps: one by one, captured, or both ways and compared.",
+    ),
+    click.option(
+        "--device-cache",
+        metavar="SIZE",
+        callback=lambda context, parameter, value: (
+            None if value is None else parse_size(str(value))
+        ),
+        help="GPU memory for experts; 0 reads them where they lie.  [default: what is free]",
+    ),
     _option("--direct/--buffered", key="direct", help="Read with O_DIRECT where it works."),
     click.option(
         "--pack",

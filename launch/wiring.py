@@ -184,6 +184,8 @@ class Wiring:
             threads=options.threads,
             verify_slots=options.verify_slots,
             pin=options.pin != "off",
+            graphs=options.graphs,
+            device_cache_bytes=-1 if options.device_cache is None else options.device_cache,
             route_trace=str(options.route_trace.absolute()) if options.route_trace else "",
             route_trace_inputs=options.route_trace_inputs,
             trace=self._trace("compute"),

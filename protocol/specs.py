@@ -89,7 +89,9 @@ class ComputeSpec(Message):
     `predict` is how many experts of the next layer are published (0: none). `stall_timeout` seconds
     bound every wait for experts or rows. `threads` is torch's own count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
-    so that it is copied from without a detour. `route_trace` is where routes are recorded ("":
+    so that it is copied from without a detour. On a GPU `graphs` says how decode steps are launched
+    (off, on, oracle), and `device_cache_bytes` how much device memory holds experts (0: none, the
+    arena alone serves; -1: what is free). `route_trace` is where routes are recorded ("":
     not), `route_trace_inputs` whether activations are, beside it."""
 
     control: str
@@ -111,6 +113,8 @@ class ComputeSpec(Message):
     threads: int
     verify_slots: bool
     pin: bool
+    graphs: str
+    device_cache_bytes: int
     route_trace: str
     route_trace_inputs: bool
     trace: str
