@@ -87,6 +87,17 @@ class DeviceExperts:
         self.counts = {counters.DEVICE_HITS: 0.0, counters.DEVICE_COPIES: 0.0}
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of one expert."""
+        return self._slots.shape[1]
+
+    def forget(self, layer: int, expert: int) -> None:
+        """Give up the slot of an expert, if it has one: for measuring misses."""
+        slot = self._slot_of.pop((layer, expert), None)
+        if slot is not None:
+            self._free.append(slot)
+
+    @property
     def way(self) -> str:
         """Where decode steps read experts, in words."""
         return "read in place" if self._in_place else f"{len(self._slots)} slots on the device"

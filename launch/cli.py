@@ -14,7 +14,13 @@ from pathlib import Path
 
 import click
 
-from launch.bench.commands import group_command, io_command, ipc_command, trace_command
+from launch.bench.commands import (
+    decode_command,
+    group_command,
+    io_command,
+    ipc_command,
+    trace_command,
+)
 from launch.chat import chat_command
 from launch.check import check_command
 from launch.doctor.command import doctor_command
@@ -71,7 +77,7 @@ cli.add_command(doctor_command)
 cli.add_command(top_command)
 cli.add_command(chat_command)
 cli.add_command(options_command)
-for command in (io_command, ipc_command, group_command, trace_command):
+for command in (io_command, ipc_command, group_command, trace_command, decode_command):
     bench.add_command(command)
 
 

@@ -18,23 +18,15 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from compute.kernels import dense, experts, launching, norms
+from compute.kernels.bandwidth import read_bandwidth
 from compute.kernels.dense import Tile
 from compute.kernels.limbs import Limbs
 from tools.kernel_token import DEVICE, Token, fp4, fp8
 
 Launch = Callable[[], None]
 ROTATED_BYTES = 400 << 20  # several times the 60 MB L2
-
-
-@triton.jit
-def _read(source, out, count, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.int32)
-    for at in tl.range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK, num_stages=4):
-        total += tl.load(source + at + tl.arange(0, BLOCK))
-    tl.store(out + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), total)
 
 
 def time_graph(body: Launch, repeats: int = 7) -> float:
@@ -54,17 +46,6 @@ def time_graph(body: Launch, repeats: int = 7) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return sorted(times)[repeats // 2]
-
-
-def read_bandwidth() -> float:
-    """GB/s of a kernel that only reads, over 8 GB."""
-    source = torch.randint(0, 1 << 30, (2 << 30,), dtype=torch.int32, device=DEVICE)
-    best = 0.0
-    for programs, block in ((132 * 4, 4096), (132 * 8, 4096), (132 * 8, 2048)):
-        out = torch.empty(programs * block, dtype=torch.int32, device=DEVICE)
-        ms = time_graph(lambda p=programs, b=block, o=out: _read[(p,)](source, o, 2 << 30, BLOCK=b))
-        best = max(best, source.nbytes / ms / 1e6)
-    return best
 
 
 def _copies(size: int) -> int:
@@ -245,7 +226,7 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "read_gb_s": read_bandwidth(),
+        "read_gb_s": read_bandwidth(DEVICE),
     }
     print({k: v for k, v in figures.items()}, flush=True)
     torch.cuda.empty_cache()

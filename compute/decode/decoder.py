@@ -7,6 +7,7 @@ at once is a segment: a token has one more than the model has layers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -19,7 +20,10 @@ from compute.sources import EngramSource, NullTracer, PlacedExperts, Tracer
 
 
 class Decoder:
-    """Runs single tokens of any sequence of the model; one token at a time."""
+    """Runs single tokens of any sequence of the model; one token at a time.
+
+    `waits` counts how often the host waited for the device, `waited_s` how long in all.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,8 @@ class Decoder:
         self._inputs = self._on_host(buffers.inputs)
         self._table = self._on_host(buffers.table)
         self._routed = self._on_host(buffers.routed)
+        self.waits = 0
+        self.waited_s = 0.0
         self._segments = [self._segment(layer) for layer in range(self._layers + 1)]
 
     @torch.inference_mode()
@@ -109,7 +115,10 @@ class Decoder:
     def _read_back(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """What the segment just launched has routed; waits for the device."""
         if self._pinned:
+            begin = time.perf_counter()
             torch.cuda.current_stream().synchronize()
+            self.waited_s += time.perf_counter() - begin
+            self.waits += 1
         return self._routed.numpy()
 
     def _place(self, layer: int, routed: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:

@@ -49,7 +49,7 @@ class DecodeStep:
         device = arguments.embed.device
         self.config = config
         self.buffers = Buffers(config, device, predictions)
-        self._arguments = arguments
+        self.arguments = arguments
         self._predictions = predictions
         self._reference_index_keys = reference_index_keys
         self._k = kernels or kernels_for(device)
@@ -104,7 +104,7 @@ class DecodeStep:
 
     def scores(self, layer: int, margins: torch.Tensor) -> torch.Tensor:
         """What `layer`'s prediction says of fp32 `margins` [n]; see `PredictingGate.scores`."""
-        predicting = self._arguments.layers[layer].predicting
+        predicting = self.arguments.layers[layer].predicting
         assert predicting is not None
         return predicting.scores(margins)
 
@@ -114,13 +114,13 @@ class DecodeStep:
         """From `token` and `position` to the streams and what depends on the position alone."""
         b = self.buffers
         self._k.begin_token(
-            b.token, b.position, self._arguments.embed, self._plain, self._yarn, b.ratio_values,
+            b.token, b.position, self.arguments.embed, self._plain, self._yarn, b.ratio_values,
             b.streams, b.collapsed, b.mixes[1].pre, b.cos, b.sin, b.slot, b.window_index, b.visible,
         )  # fmt: skip
 
     def engram(self, layer: int) -> None:
         """Add the rows in `engram_codes` and `engram_scales` to the streams."""
-        b, weights = self.buffers, self._arguments.layers[layer].engram
+        b, weights = self.buffers, self.arguments.layers[layer].engram
         assert weights is not None
         at = self.config.engram_layer_ids.index(layer)
         rows = dequantize_engram_rows(b.engram_codes[at], b.engram_scales[at]).flatten(1)
@@ -134,7 +134,7 @@ class DecodeStep:
     def attention(self, layer: int) -> None:
         """Attention of `layer` with all that it writes into the state, back into the streams."""
         b, k, config = self.buffers, self._k, self.config
-        weights, mix = self._arguments.layers[layer], b.mixes[0]
+        weights, mix = self.arguments.layers[layer], b.mixes[0]
         with self._beside():
             self._mix(weights.attention_mix, mix)
         indexed = weights.indexer is not None
@@ -172,7 +172,7 @@ class DecodeStep:
     def route(self, layer: int) -> None:
         """The experts' input, `routed` and `weights`, and beside them the shared expert."""
         b, k, config = self.buffers, self._k, self.config
-        weights = self._arguments.layers[layer]
+        weights = self.arguments.layers[layer]
         k.rms_norm(
             b.collapsed, weights.ffn_norm, b.x, b.rounded, b.x_limbs, eps=config.rms_norm_eps
         )
@@ -207,8 +207,8 @@ class DecodeStep:
         """fp32 `logits` of what leaves the last layer."""
         b = self.buffers
         eps = self.config.rms_norm_eps
-        self._k.rms_norm(b.collapsed, self._arguments.norm, b.x, None, eps=eps)
-        self._k.bf16_matvec(b.x, self._arguments.head, b.logits)
+        self._k.rms_norm(b.collapsed, self.arguments.norm, b.x, None, eps=eps)
+        self._k.bf16_matvec(b.x, self.arguments.head, b.logits)
 
     # --- parts of them ----------------------------------------------------------------------------
 

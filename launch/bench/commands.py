@@ -149,3 +149,56 @@ def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
         f"tracing makes a token {figures['traced_cost']:+.1%} longer and writes "
         f"{figures['events_per_token']:.0f} events for it",
     )
+
+
+@click.command("decode")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--device", default="cuda", show_default=True, help="A torch device.")
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    type=click.Choice(["off", "on"]),
+    help="Graph modes to time.  [default: off and on; off alone on a CPU]",
+)
+@click.option("--tokens", default=64, show_default=True, help="Tokens a figure is the median of.")
+@click.option(
+    "--missing", default=0.1, show_default=True, help="Share of a token's experts that is missing."
+)
+@click.option("--readers", default=4, show_default=True, help="Reader processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def decode_command(
+    directory: Path,
+    device: str,
+    modes: tuple[str, ...],
+    tokens: int,
+    missing: float,
+    readers: int,
+    as_json: bool,
+) -> None:
+    """What a token takes on a GPU, over the checkpoint in DIR, against what its bytes take.
+
+    With every expert in device memory, with some missing there but in the arena, and with some
+    missing in both. All experts must fit on the device: headrace synth DIR --preset wide --layers
+    40 --experts 12 --vocab 129280 has the released widths in 20 GB.
+    """
+    from launch.bench.decode import run
+
+    chosen = modes or (("off",) if device == "cpu" else ("off", "on"))
+    figures = run(directory, device, chosen, tokens, missing, readers)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    if figures["floor_ms"]:
+        click.echo(
+            f"{figures['device']}: {figures['hbm_gb_s']:.0f} GB/s, a token reads "
+            f"{figures['bytes_per_token'] / 1e9:.2f} GB: floor {figures['floor_ms']:.2f} ms"
+        )
+    for mode, of in figures["modes"].items():
+        click.echo(
+            f"graphs {mode}: {of['resident_ms']:.2f} ms all resident ({of['host_ms']:.2f} of the "
+            f"host, {of['launches']} launches, {of['syncs']} waits), {of['from_arena_ms']:.2f} ms "
+            f"with {missing:.0%} from the arena, {of['from_disk_ms']:.1f} ms with them from disk"
+        )
+    for row in figures["modes"][chosen[-1]].get("kernels", [])[:20]:
+        click.echo(f"{row['us']:9.1f} us {row['calls']:5d} x {row['kernel']}")

@@ -1,0 +1,242 @@
+"""`headrace bench decode`: a token's time on a GPU against the time its bytes take to be read.
+
+The caller is the compute process; the expert service and its readers are real. Experts are random,
+so which ones a token picks is as good as drawn; what is missing is drawn too, with a fixed seed. Of
+the routed experts as many lie in the arena and on the device as the checkpoint has.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compute.arena_experts import ArenaExperts
+from compute.decode.arguments import Arguments
+from compute.decode.assembly import runner
+from compute.decode.decoder import Decoder
+from compute.decode.step import DecodeStep
+from compute.device_experts import DeviceExperts
+from compute.process import open_device
+from compute.progress import ProgressPage
+from compute.sequence import SequenceState
+from compute.slot_views import slot_views
+from compute.weights import ModelWeights
+from engram_io.local import LocalEngramSource
+from launch.bench.expert_group import ExpertGroup
+from launch.bench.group import TensorRows
+from launch.foreground import console
+from protocol import counters
+from protocol.config import ModelConfig
+from protocol.shards import Shards
+from protocol.trace import Tracer
+
+WARM_TOKENS = 4
+DISK_TOKENS = 8  # a token that waits for the disk takes long
+STALL_TIMEOUT_S = 60.0
+PREDICTIONS = 6
+# A from_disk arena holds about what one layer has in hand, so nearly every miss is read.
+SMALL_ARENA_LAYERS = 4
+
+
+class MissingExperts:
+    """The device's experts, a drawn `share` of every layer's picks given up beforehand."""
+
+    def __init__(self, tier: DeviceExperts, share: float, seed: int = 0) -> None:
+        self._tier = tier
+        self._share = share
+        self._random = random.Random(seed)
+        self.fetch, self.hint, self.release = tier.fetch, tier.hint, tier.release
+
+    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """As the tier's, after the draw."""
+        for expert in experts:
+            if self._random.random() < self._share:
+                self._tier.forget(layer, expert)
+        return self._tier.place(layer, experts)
+
+
+class DecodeBench:
+    """One model on one device, and a sequence that grows by every token measured."""
+
+    def __init__(self, checkpoint: Path, device: torch.device, modes: Sequence[str]) -> None:
+        self.config = ModelConfig.load(checkpoint)
+        self._checkpoint = checkpoint
+        self._device = device
+        shards = Shards.open(checkpoint, self.config)
+        weights = ModelWeights.load(shards, device, stored=True)
+        self.arguments = Arguments.of(weights, predict=True)
+        self._rows = TensorRows(LocalEngramSource.open(checkpoint))
+        predictions = min(PREDICTIONS, self.config.n_routed_experts)
+        self._steps = {
+            mode: DecodeStep(self.config, self.arguments, predictions=predictions) for mode in modes
+        }
+        self._runners = {mode: runner(mode, step) for mode, step in self._steps.items()}
+
+    @property
+    def every(self) -> int:
+        """How many routed experts the checkpoint has."""
+        return self.config.num_hidden_layers * self.config.n_routed_experts
+
+    @contextmanager
+    def tier(self, arena_slots: int, readers: int) -> Iterator[DeviceExperts]:
+        """Every expert on the device, over an arena of so many slots."""
+        config = self.config
+        with ExpertGroup(self._checkpoint, slots=arena_slots, readers=readers) as group:
+            arena = ArenaExperts(
+                group.compute,
+                group.directory,
+                ProgressPage(group.progress),
+                slot_views(group.arena, config, self._device),
+                Tracer("bench"),
+                stall_timeout=STALL_TIMEOUT_S,
+                verify_slots=False,
+            )
+            tier = DeviceExperts(arena, config, self._device, self.every)
+            for layer in range(config.num_hidden_layers):
+                for first in range(0, config.n_routed_experts, config.num_experts_per_tok):
+                    last = min(first + config.num_experts_per_tok, config.n_routed_experts)
+                    tier.place(layer, range(first, last))
+                    tier.release()
+            yield tier
+            self._synchronize()
+
+    def decoder(self, mode: str, tier: DeviceExperts, share: float) -> Decoder:
+        """Through the kernels, `share` of the picks missing from the device."""
+        experts = MissingExperts(tier, share)
+        return Decoder(self._steps[mode], self._runners[mode], experts, self._rows)
+
+    def tokens(self, decoder: Decoder, count: int) -> dict[str, float]:
+        """Milliseconds a token and of them the host's own, medians, after some warm ones."""
+        state = SequenceState(self.config, self._device, WARM_TOKENS + count)
+        chance = random.Random(1)
+        history: list[int] = []
+        totals, hosts, waits = [], [], 0
+        for at in range(WARM_TOKENS + count):
+            token = chance.randrange(3, self.config.vocab_size)
+            reach = self.config.engram_max_ngram_size - 1
+            ticket = self._rows.request(at, [token], history[-reach:])
+            waited, waits = decoder.waited_s, decoder.waits
+            begin = time.perf_counter()
+            decoder.forward(token, state, ticket)
+            launched = time.perf_counter()
+            self._synchronize()
+            end = time.perf_counter()
+            self._rows.done(ticket)
+            history.append(token)
+            if at >= WARM_TOKENS:
+                totals.append(1000 * (end - begin))
+                hosts.append(1000 * (launched - begin - decoder.waited_s + waited))
+        return {
+            "ms": statistics.median(totals),
+            "host_ms": statistics.median(hosts),
+            "syncs": decoder.waits - waits + 1,
+        }
+
+    def profile(self, decoder: Decoder) -> tuple[int, list[dict[str, Any]]]:
+        """Launches the host makes for a token, and the device's time by kernel."""
+        from torch.profiler import ProfilerActivity
+
+        self.tokens(decoder, 1)
+        # The same run without the last token's share tells that share.
+        counts, tables = [], []
+        for count in (1, 2):
+            with torch.profiler.profile(
+                activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]
+            ) as seen:
+                self.tokens(decoder, count)
+            events = seen.events() or []
+            counts.append(sum("Launch" in e.name or "MemcpyAsync" in e.name for e in events))
+            tables.append(
+                {
+                    e.key: (e.count, e.self_device_time_total)
+                    for e in seen.key_averages()
+                    if e.self_device_time_total and not e.key.startswith(("aten::", "cu"))
+                }
+            )
+        rows = [
+            {"kernel": name, "calls": count - before[0], "us": microseconds - before[1]}
+            for name, (count, microseconds) in tables[1].items()
+            for before in [tables[0].get(name, (0, 0.0))]
+        ]
+        rows.sort(key=lambda row: -row["us"])
+        return counts[1] - counts[0], rows
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def run(
+    checkpoint: Path,
+    device_name: str,
+    modes: Sequence[str],
+    tokens: int,
+    share: float,
+    readers: int,
+) -> dict[str, Any]:
+    """All figures; see docs/performance.md for what they mean. Raises HeadraceError."""
+    device = open_device(device_name)
+    bench = DecodeBench(checkpoint, device, modes)
+    config = bench.config
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "missing_share": share,
+        "tokens": tokens,
+        "modes": {mode: {} for mode in modes},
+    }
+    on_gpu = device.type == "cuda"
+    per_expert = 0
+    with bench.tier(max(bench.every, 4 * config.num_experts_per_tok), readers) as tier:
+        per_expert = tier.slot_bytes
+        for mode in modes:
+            of = figures["modes"][mode]
+            decoder = bench.decoder(mode, tier, 0.0)
+            timed = bench.tokens(decoder, tokens)
+            of |= {"resident_ms": timed["ms"], "host_ms": timed["host_ms"]}
+            of |= {"syncs": timed["syncs"], "launches": None}
+            if on_gpu:
+                of["launches"], of["kernels"] = bench.profile(decoder)
+            console.print(f"{mode}: {timed['ms']:.2f} ms a token, all resident")
+            before = tier.counts[counters.DEVICE_COPIES]
+            of["from_arena_ms"] = bench.tokens(bench.decoder(mode, tier, share), tokens)["ms"]
+            copied = tier.counts[counters.DEVICE_COPIES] - before
+            of["copies_per_token"] = copied / (tokens + WARM_TOKENS)
+        figures["copy_gb_s"] = copy_rate(tier, device)
+    small = SMALL_ARENA_LAYERS * config.num_experts_per_tok
+    with bench.tier(small, readers) as tier:
+        for mode in modes:
+            timed = bench.tokens(bench.decoder(mode, tier, share), min(tokens, DISK_TOKENS))
+            figures["modes"][mode]["from_disk_ms"] = timed["ms"]
+    picked = config.num_hidden_layers * config.num_experts_per_tok * per_expert
+    figures["bytes_per_token"] = bench.arguments.bytes_a_token + picked
+    figures["hbm_gb_s"] = figures["floor_ms"] = None
+    if on_gpu:
+        from compute.kernels.bandwidth import read_bandwidth
+
+        figures["hbm_gb_s"] = read_bandwidth(device)
+        figures["floor_ms"] = figures["bytes_per_token"] / figures["hbm_gb_s"] / 1e6
+    return figures
+
+
+def copy_rate(tier: DeviceExperts, device: torch.device) -> float | None:
+    """GB/s of experts' bytes from pinned memory to the device; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    size = 16 * tier.slot_bytes
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    into = torch.empty(size, dtype=torch.uint8, device=device)
+    into.copy_(host, non_blocking=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    into.copy_(host, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return size / begin.elapsed_time(end) / 1e6
