@@ -54,13 +54,15 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A piece in a reader's hands since `since` (seconds, the caller's clock)."""
+    """A piece in a reader's hands since `since` (seconds, the caller's clock), when `beside`
+    readers were busy, this one included."""
 
     number: int
     reader: int
     read: Read
     piece: Slice
     since: float
+    beside: int
 
 
 class _Lane:
@@ -85,6 +87,11 @@ class ReadQueue:
         self.predictions_begun = 0  # reads in the predicted lane that have a slot
         self._lanes = tuple(_Lane() for _ in LANE_NAMES)
         self._last_order = 0
+
+    @property
+    def busy_readers(self) -> int:
+        """Readers that hold an order."""
+        return len({order.reader for order in self.orders.values()})
 
     @property
     def depth(self) -> int:
@@ -133,7 +140,7 @@ class ReadQueue:
         if not read.todo:
             self._lanes[read.lane].drop(read.key)
         self._last_order += 1
-        order = Order(self._last_order, reader, read, piece, now)
+        order = Order(self._last_order, reader, read, piece, now, self.busy_readers + 1)
         self.orders[order.number] = order
         return order
 

@@ -59,7 +59,7 @@ class Residency:
         self._slices = slices
         self._directory = directory
         self._progress = progress
-        self._policy = policy
+        self.policy = policy
         self._scheduler = scheduler
         self._reserve = reserve
         self._predicted_in_flight = predicted_in_flight
@@ -133,6 +133,12 @@ class Residency:
                 if (predicted_layer, expert) in self.queue.reads:
                     self._scheduler.taken((predicted_layer, expert))
 
+    def pin(self, keys: Sequence[Key]) -> None:
+        """Read `keys` when nothing else is to do, and never give them up."""
+        for key in keys:
+            self._protected[key] = self._protected.get(key, 0) + 1
+        self.warm(keys)
+
     def warm(self, keys: Sequence[Key]) -> None:
         """Read `keys` when nothing else is to do and slots are free."""
         for key in keys:
@@ -170,7 +176,8 @@ class Residency:
             return Outcome()
         order.read.nbytes += order.piece.needed
         self.counts[counters.READ_BYTES] += order.piece.needed
-        self._scheduler.read(order.piece.needed, seconds)
+        beside = max(order.beside, self.queue.busy_readers + 1)
+        self._scheduler.disk.read(order.piece.needed, seconds, beside)
         outcome = self._finish(order.read)
         if outcome.landed and not self._waited_for:
             self._scheduler.pace.landed(now)
@@ -267,19 +274,25 @@ class Residency:
             if read is None:
                 self._demand_due = True
             elif not read.given_up:
+                if read.lane == PREDICTED:
+                    self._scheduler.returns.came_true()
                 self.queue.promote(read)
 
     def _picked(self, key: Key) -> None:
-        self._policy.used(key)
+        self.policy.used(key)
         if self._scheduler.returns.picked(key) and self._directory.entry[key] == ABSENT:
             self.counts[counters.HARMFUL_EVICTIONS] += 1
-        if self._unused.pop(key, None) is not None:
+        due = self._unused.pop(key, None)
+        if due is not None:
             self.counts[counters.PREDICTED_USED] += 1
+            if due != NOT_DUE:
+                self._scheduler.returns.came_true()
 
     def _cancel_predictions(self, passed: Callable[[Read], bool]) -> None:
         """Give up predicted reads that came too late: their layer is routed, or has gone by."""
         for read in self.queue.predictions():
             if passed(read):
+                self._scheduler.returns.cancelled()
                 self.queue.give_up(read)
                 self._finish(read)
 
@@ -300,11 +313,13 @@ class Residency:
         read = self.queue.next_begun(PREDICTED)
         if read is not None:
             begun = Guess(read.key, read.due[0], read.probability)
-            worth = self._scheduler.gain(now, begun, read.todo[0].needed, evicts=False)
+            nbytes, busy = read.todo[0].needed, self.queue.busy_readers
+            worth = self._scheduler.gain(now, begun, nbytes, busy, evicts=False)
             return read if worth > 0 else None
         if self.queue.predictions_begun >= self._predicted_in_flight:
             return None
-        guess = self._scheduler.best(now, self._slices.experts[0][0].pieces[0].needed)
+        nbytes = self._slices.experts[0][0].pieces[0].needed
+        guess = self._scheduler.best(now, nbytes, self.queue.busy_readers)
         if guess is None:
             return None
         read = self._queue_read(guess.key, PREDICTED, guess.due)
@@ -334,7 +349,7 @@ class Residency:
     def _evict_down_to(self, coming: int, *, for_prediction: bool) -> None:
         """Evict until `coming` slots are free or will be, or nothing may be evicted."""
         while self.slots.coming < coming:
-            victim = self._policy.victim(self._protected)
+            victim = self.policy.victim(self._protected)
             if victim is None:
                 return
             self._evict(victim)
@@ -343,7 +358,7 @@ class Residency:
     def _evict(self, key: Key) -> None:
         slot = entry_slot(int(self._directory.entry[key]))
         self._directory.entry[key] = ABSENT
-        self._policy.removed(key)
+        self.policy.removed(key)
         self.slots.retire(slot)
         self._resident -= 1
         self.counts[counters.EVICTIONS] += 1
@@ -370,7 +385,7 @@ class Residency:
                 self.counts[counters.PREDICTED_WASTED_BYTES] += read.nbytes
             return outcome
         self._directory.entry[read.key] = pack_entry(read.slot, read.generation)
-        self._policy.inserted(read.key)
+        self.policy.inserted(read.key)
         self._resident += 1
         if read.origin == PREDICTED and not read.demands:
             self._unused[read.key] = read.due

@@ -28,6 +28,9 @@ from expert_io.returns import Returns
 
 # Weight of the newest sample in every running mean.
 NEWEST = 0.1
+# A disk also has its heat, its wear and other users: what is likelier wrong than right is not read,
+# however idle the disk.
+LEAST_PROBABILITY = 0.5
 
 
 class Mean:
@@ -66,11 +69,42 @@ class Pace:
         """What compute waits for has come."""
         self._since, self._waited = now, True
 
-    def until(self, now: float, layer: int) -> float:
-        """Seconds until `layer` is routed, if nothing is waited for on the way."""
+    def until(self, now: float, layer: int = 0) -> float:
+        """Seconds until `layer`, or the next one, is routed if nothing is waited for on the way."""
         following = self._since + self._after[self._waited].value
         whole = self._after[False].value or self._after[True].value
         return max(0.0, following - now) + max(0, layer - self._layer - 1) * whole
+
+
+class DiskPace:
+    """How long reads take by how many are under way, and so what one more of them brings."""
+
+    def __init__(self) -> None:
+        self._seconds_per_byte: dict[int, Mean] = {}
+
+    def read(self, nbytes: int, seconds: float, beside: int) -> None:
+        """A piece took `seconds` while `beside` readers were busy, its own included."""
+        self._seconds_per_byte.setdefault(beside, Mean()).add(seconds / nbytes)
+
+    def seconds(self, nbytes: int, beside: int) -> float:
+        """What a piece would take; 0 before anything was read."""
+        return nbytes * self._rate(beside)
+
+    def adds(self, busy: int) -> float:
+        """How much one reader beside `busy` others adds, as a share of what one alone reads."""
+        if not busy or not self._seconds_per_byte:
+            return 1.0
+        more = (busy + 1) / self._rate(busy + 1) - busy / self._rate(busy)
+        return min(1.0, max(0.0, more * self._rate(1)))
+
+    def _rate(self, beside: int) -> float:
+        """Seconds a byte. What was never seen is taken to share the disk's bandwidth evenly, so
+        that few reads at once look good until they are tried."""
+        known = self._seconds_per_byte
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda number: abs(number - beside))
+        return known[nearest].value * beside / nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +126,12 @@ class ExpectedGain:
 
     def __init__(self) -> None:
         self.pace = Pace()
+        self.disk = DiskPace()
         self.returns = Returns()
         self._guesses: dict[Key, Guess] = {}
         self._said: dict[tuple[int, int], list[tuple[Calibration, int, float]]] = {}
         self._calibrations: dict[tuple[int, int], Calibration] = {}
         self._misses = Mean(1.0)
-        self._seconds_per_byte = Mean()
 
     # --- what is learned --------------------------------------------------------------------------
 
@@ -138,10 +172,6 @@ class ExpectedGain:
             del self._guesses[key]
         return len(late)
 
-    def read(self, nbytes: int, seconds: float) -> None:
-        """A piece of `nbytes` took `seconds`."""
-        self._seconds_per_byte.add(seconds / nbytes)
-
     # --- what is decided --------------------------------------------------------------------------
 
     @property
@@ -149,11 +179,14 @@ class ExpectedGain:
         """Whether there are guesses that nobody reads yet."""
         return bool(self._guesses)
 
-    def best(self, now: float, nbytes: int) -> Guess | None:
-        """The guess whose first piece, of `nbytes`, is most worth reading now."""
+    def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
+        """The guess whose first piece, of `nbytes`, is most worth reading now, beside `busy`
+        readers."""
         best, most = None, 0.0
         for guess in self._guesses.values():
-            gain = self.gain(now, guess, nbytes, evicts=True)
+            if guess.probability < LEAST_PROBABILITY:
+                continue
+            gain = self.gain(now, guess, nbytes, busy, evicts=True)
             if gain > most:
                 best, most = guess, gain
         return best
@@ -162,11 +195,11 @@ class ExpectedGain:
         """`key` is resident or being read: no guess any more."""
         self._guesses.pop(key, None)
 
-    def gain(self, now: float, guess: Guess, nbytes: int, *, evicts: bool) -> float:
+    def gain(self, now: float, guess: Guess, nbytes: int, busy: int, *, evicts: bool) -> float:
         """Seconds of waiting that reading a piece of `nbytes` now is expected to save."""
-        takes = nbytes * self._seconds_per_byte.value
-        overlapped = min(takes, self.pace.until(now, guess.key[0]))
-        blocked = takes - min(takes, self.pace.until(now, 0))
+        takes = self.disk.seconds(nbytes, busy + 1)
+        overlapped = min(takes, self.pace.until(now, guess.key[0])) * self.disk.adds(busy)
+        blocked = takes - min(takes, self.pace.until(now))
         wrong = self._misses.value * blocked
         if evicts:
             wrong += self.returns.regret * takes
@@ -176,8 +209,8 @@ class ExpectedGain:
 class Eager(ExpectedGain):
     """Reads every guess in the order published, whatever it costs: what prefetch was before."""
 
-    def best(self, now: float, nbytes: int) -> Guess | None:
+    def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
         return next(iter(self._guesses.values()), None)
 
-    def gain(self, now: float, guess: Guess, nbytes: int, *, evicts: bool) -> float:
+    def gain(self, now: float, guess: Guess, nbytes: int, busy: int, *, evicts: bool) -> float:
         return 1.0
