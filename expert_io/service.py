@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -20,15 +21,18 @@ import zmq
 from expert_io.dispatch import Dispatcher
 from expert_io.packed import expert_slices
 from expert_io.policies import make_policy
+from expert_io.policy import Key
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
 from expert_io.scheduler import ExpectedGain
 from expert_io.service_trace import ServiceTrace
 from expert_io.slices import SliceMap
+from expert_io.warm_set import WarmSet
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
-from protocol.errors import HeadraceError
+from protocol.errors import CheckpointError, HeadraceError, ResourceError
+from protocol.identity import checkpoint_identity
 from protocol.layouts import Arena, Directory, Progress
 from protocol.lifecycle import run_child
 from protocol.messages import (
@@ -72,7 +76,7 @@ class ExpertService:
         slices = expert_slices(directory, self._config, pack, spec.piece_bytes)
         arena, progress = Arena.attach(spec.arena_fd), Progress.attach(spec.progress_fd)
         shared = Directory.attach(spec.directory_fd)
-        self._slot_bytes = arena.slot_bytes
+        self._slots, self._slot_bytes = arena.slots, arena.slot_bytes
         _check_geometry(self._config, slices, arena, shared)
         self.residency = Residency(
             slices,
@@ -83,7 +87,10 @@ class ExpertService:
             reserve=spec.reserve,
             predicted_in_flight=spec.predicted_in_flight,
         )
-        self.residency.warm([(key >> 16, key & 0xFFFF) for key in spec.warm_experts])
+        self.residency.pin(_keys(spec.pinned))
+        self._warm_set, self._warm_settled = self._open_warm_set(), False
+        self._background_reads = -1.0
+        self.residency.warm(_keys(spec.warm_experts))
         # What was built lives as long as the process; without this every collection walks it.
         gc.freeze()
         self._dispatcher = Dispatcher(self.residency)
@@ -96,6 +103,38 @@ class ExpertService:
         self._stop = asyncio.Event()
         self._answers = ControlAnswers(control, NAME, self._trace, self._figures, self._stop.set)
 
+    def _open_warm_set(self) -> WarmSet | None:
+        """The hot experts of runs before and of this one; the former are on their way already."""
+        if not self._spec.warm_dir:
+            return None
+        config = self._config
+        shape = (config.num_hidden_layers, config.n_routed_experts)
+        identity = checkpoint_identity(Path(self._spec.checkpoint))
+        warm_set = WarmSet(Path(self._spec.warm_dir), identity, *shape)
+        try:
+            self.residency.warm(warm_set.load()[: self._slots])
+        except CheckpointError as error:
+            print(error, file=sys.stderr, flush=True)
+        return warm_set
+
+    def _settle_warm_set(self) -> None:
+        """Once the warm experts are here: the hottest shall go last, though they came first."""
+        background = self.residency.counts[counters.READS_BACKGROUND]
+        still_coming, self._background_reads = background != self._background_reads, background
+        if self._warm_set is None or self._warm_settled or still_coming:
+            return
+        self._warm_settled = True
+        for key in reversed(self._warm_set.hottest(self._slots)):
+            self.residency.policy.used(key)
+
+    def _keep_warm_set(self) -> None:
+        if self._warm_set is None:
+            return
+        try:
+            self._warm_set.save(self._slots)
+        except ResourceError as error:
+            print(error, file=sys.stderr, flush=True)
+
     async def run(self, compute: Channel, readers: Channel) -> None:
         """Serve until told to stop."""
         self._compute, self._readers = compute, readers
@@ -104,10 +143,12 @@ class ExpertService:
         readers.attach(self._loop, self._on_reader)
         while not self._stop.is_set():
             self._watch_readers()
+            self._settle_warm_set()
             try:
                 await asyncio.wait_for(self._stop.wait(), WATCH_S)
             except TimeoutError:
                 continue
+        self._keep_warm_set()
         self._trace.stop()
 
     # --- messages ---------------------------------------------------------------------------------
@@ -128,6 +169,8 @@ class ExpertService:
                 and (not predicted or self._known(ahead, predicted))
                 and len(scores) == len(predicted)
             ):
+                if self._warm_set is not None:
+                    self._warm_set.picked(step, layer, picks)
                 now = time.monotonic()
                 self.residency.hint(step, layer, picks, ahead, predicted, scores, now)
             case _:
@@ -240,6 +283,10 @@ class ExpertService:
         malformed = sum(c.malformed for c in (self._control, self._compute, self._readers))
         figures[counters.MALFORMED_MESSAGES] = malformed + self._own[counters.MALFORMED_MESSAGES]
         return figures
+
+
+def _keys(words: list[int]) -> list[Key]:
+    return [(word >> 16, word & 0xFFFF) for word in words]
 
 
 def _check_geometry(

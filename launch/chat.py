@@ -25,6 +25,7 @@ from launch.options import GroupOptions
 from launch.snapshot_options import with_snapshot_options
 from launch.summary import run_figures, run_table
 from launch.terminal.dialogue import Dialogue
+from launch.warm_options import with_warm_options
 from protocol.errors import HeadraceError, ProcessDied, UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ COMMANDS = {
 @click.command("chat")
 @with_group_options
 @with_snapshot_options
+@with_warm_options(warm=True)
 @click.option("--system", default="", help="What the model is told at the start.")
 @click.option("--think", default="off", show_default=True, help="off, low, high, max, or 1 to 100.")
 @click.option("--max-tokens", type=int, help="Longest answer.  [default: what the context holds]")

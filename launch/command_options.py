@@ -12,6 +12,7 @@ import click
 
 from expert_io.policies import POLICIES
 from launch.options import GroupOptions, format_size, parse_cache, parse_size
+from launch.warm_options import parse_experts
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
 
@@ -41,6 +42,14 @@ _OPTIONS = (
         key="policy",
         type=click.Choice(sorted(POLICIES)),
         help="Which expert gives up its slot.",
+    ),
+    click.option(
+        "--pin-experts",
+        "pinned",
+        default="",
+        metavar="LIST",
+        callback=lambda context, parameter, value: parse_experts(str(value)),
+        help="Experts that stay in the cache: 3:17,5:0-7 for one of layer 3, eight of layer 5.",
     ),
     _option(
         "--chunk-tokens", key="chunk_tokens", type=int, help="Prompt tokens computed in one pass."

@@ -15,6 +15,7 @@ from launch.group import ProcessGroup, load_tokenizer
 from launch.options import GenerateOptions, GroupOptions
 from launch.prompt import chat_prompt, check_prompt, raw_prompt
 from launch.summary import run_figures, run_table
+from launch.warm_options import with_warm_options
 from protocol.config import ModelConfig
 from protocol.errors import HeadraceError, UsageError
 from protocol.messages import Finished, PrefillProgress, TokenEvent
@@ -22,6 +23,7 @@ from protocol.messages import Finished, PrefillProgress, TokenEvent
 
 @click.command("generate")
 @with_group_options
+@with_warm_options(warm=False)
 @click.option("--prompt", help="The prompt.  [default: standard input]")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with the prompt.")
 @click.option("--prompt-ids", help="The prompt as token ids, separated by commas; taken as is.")

@@ -20,6 +20,7 @@ from launch.memory import MemoryPlan, plan_memory
 from launch.options import GenerateOptions, GroupOptions
 from launch.processes import Processes
 from launch.runtime_directory import RuntimeDirectory
+from launch.warm_options import check_pinned
 from launch.wiring import Regions, Wiring
 from protocol.config import ModelConfig
 from protocol.errors import HeadraceError, ProcessDied, StallError, UsageError
@@ -104,6 +105,7 @@ class ProcessGroup:
             self.options.checkpoint, self.config, self.options.pack, self.options.piece_bytes
         )
         self.plan: MemoryPlan = plan_memory(self.config, self.options, slices.slot_bytes)
+        check_pinned(self.options.pinned, self.config, self.plan.slots)
         self._runtime = RuntimeDirectory.create(self.options.runtime_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control = Channel.bind(self._context, self._runtime.endpoints.control, ACCEPTS)

@@ -136,6 +136,8 @@ class Wiring:
             policy=options.policy,
             seed=options.seed,
             warm_experts=[],
+            pinned=[layer << 16 | expert for layer, expert in options.pinned],
+            warm_dir=str(options.warm_dir or ""),
             trace=self._trace("experts"),
         )
         return "expert_io.service", spec, descriptors

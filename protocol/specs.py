@@ -33,7 +33,7 @@ class ReaderSpec(Message):
     trace: str
 
 
-@message(101)
+@message(101, 1 << 20)
 @dataclass(frozen=True, slots=True)
 class ExpertServiceSpec(Message):
     """`experts` and `readers_endpoint` are bound by the service. `pack` is a packed copy of the
@@ -41,7 +41,9 @@ class ExpertServiceSpec(Message):
     `predicted_in_flight` bounds predicted experts being read at once (0: no prefetch). `reserve`
     free slots are kept. `order_timeout` seconds without an answer make a reader stuck. `policy`
     names an eviction policy; `seed` is for its random choices. `warm_experts` are read in the
-    background at the start, as `layer << 16 | expert`, hottest first."""
+    background at the start, as `layer << 16 | expert`, hottest first; `pinned`, written the same
+    way, before them, and those stay. `warm_dir` is where the hot experts are kept for the next
+    start ("": nowhere)."""
 
     control: str
     experts: str
@@ -59,6 +61,8 @@ class ExpertServiceSpec(Message):
     policy: str
     seed: int
     warm_experts: list[int]
+    pinned: list[int]
+    warm_dir: str
     trace: str
 
 

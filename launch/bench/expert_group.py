@@ -62,6 +62,8 @@ class ExpertGroup:
         bandwidth: float = 0.0,
         warm: Sequence[tuple[int, int]] = (),
         pack: Path | None = None,
+        pinned: Sequence[tuple[int, int]] = (),
+        warm_dir: Path | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = ModelConfig.load(checkpoint)
@@ -76,6 +78,8 @@ class ExpertGroup:
         )
         self.order_timeout, self.policy = order_timeout, policy
         self._warm = [layer << 16 | expert for layer, expert in warm]
+        self._pinned = [layer << 16 | expert for layer, expert in pinned]
+        self._warm_dir = warm_dir
         self._slots = slots
         self.children: dict[str, Child] = {}
         self.demands = 0
@@ -234,6 +238,8 @@ class ExpertGroup:
             self.policy,
             seed=0,
             warm_experts=self._warm,
+            pinned=self._pinned,
+            warm_dir=str(self._warm_dir or ""),
             trace="",
         )
         self.children["experts"] = spawn_child("expert_io.service", spec, descriptors, "experts")

@@ -13,6 +13,7 @@ from launch.group import ProcessGroup
 from launch.options import GroupOptions, parse_size
 from launch.server.options import ServerOptions
 from launch.snapshot_options import with_snapshot_options
+from launch.warm_options import with_warm_options
 
 WATCH_S = 0.25
 
@@ -40,6 +41,7 @@ WATCH_S = 0.25
     help="Whether chats that do not say reason before they answer.",
 )
 @with_snapshot_options
+@with_warm_options(warm=True)
 @click.option("--model-name", default="", help="Name in the API.  [default: that of DIR]")
 @click.option("--quiet", is_flag=True, help="No line for each answer.")
 def serve_command(group: GroupOptions, max_body: str, quiet: bool, **server: Any) -> None:

@@ -48,7 +48,11 @@ class RealServer:
 @contextmanager
 def real_server(checkpoint: Path = MINI, *arguments: str) -> Iterator[RealServer]:
     # What a test says does not stay on this machine, unless the test is about that.
-    private = {} if "--snapshot-dir" in arguments else {"HEADRACE_SNAPSHOT_BYTES": "0"}
+    private = (
+        {}
+        if "--snapshot-dir" in arguments
+        else {"HEADRACE_SNAPSHOT_BYTES": "0", "HEADRACE_WARM_DIR": "off"}
+    )
     command = [sys.executable, str(ROOT / "launch.py"), "serve", str(checkpoint), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--device", "cpu", "--threads", "1", *arguments],
