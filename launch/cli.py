@@ -29,6 +29,7 @@ from launch.generate import generate_command
 from launch.pack.command import pack_command
 from launch.server.command import serve_command
 from launch.settings import Settings, options_command
+from launch.simulate.command import simulate_command
 from launch.synth.command import synth_command
 from launch.top import top_command
 from protocol import __version__
@@ -71,6 +72,7 @@ cli.add_command(check_command)
 cli.add_command(generate_command)
 cli.add_command(fit_command)
 cli.add_command(pack_command)
+cli.add_command(simulate_command)
 cli.add_command(synth_command)
 cli.add_command(serve_command)
 cli.add_command(doctor_command)

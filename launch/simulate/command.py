@@ -1,0 +1,221 @@
+"""`headrace simulate`: what another cache, policy, disk or predictor would have done to a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from expert_io.policies import POLICIES
+from launch.options import GIB, parse_cache, parse_size
+from launch.simulate.account import BELADY, Run, simulate
+from launch.simulate.disk import DiskModel
+from launch.simulate.passes import OFF, Foretold, Times
+from launch.simulate.plot import write_plot
+from launch.simulate.replay import Machine
+from launch.simulate.table import results_table
+from protocol.errors import UsageError
+from protocol.route_trace import RouteTrace
+
+
+@click.command("simulate")
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=Path)
+@click.option(
+    "--cache",
+    "caches",
+    multiple=True,
+    default=["50%"],
+    show_default=True,
+    help="Slots, or a share of all experts such as 25%.  [repeatable]",
+)
+@click.option(
+    "--bandwidth",
+    "bandwidths",
+    multiple=True,
+    metavar="SIZE",
+    help="The disk's bytes a second, such as 3GB.  [repeatable; default: 3GB]",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice([*sorted(POLICIES), BELADY, "all"]),
+    default=["lru-random"],
+    show_default=True,
+    help="Which expert gives up its slot; belady knows the future.  [repeatable]",
+)
+@click.option(
+    "--prefetch",
+    "predictors",
+    multiple=True,
+    default=[OFF],
+    show_default=True,
+    help="A predictor of the trace such as gate.moe.1, several joined by +, oracle, oracle:1 "
+    "(only one layer ahead), or off.  [repeatable]",
+)
+@click.option("--latency", default=100e-6, show_default=True, help="Seconds before a read's bytes.")
+@click.option(
+    "--concurrency",
+    default=1,
+    show_default=True,
+    help="Reads at once that get all of the bandwidth; as many as readers for an emulated disk.",
+)
+@click.option("--bench", type=Path, help="Bandwidth from this output of `bench io --json`.")
+@click.option("--layer-ms", type=float, help="A layer's computing time.  [default: as recorded]")
+@click.option("--expert-size", help="Bytes of an expert.  [default: the checkpoint's]")
+@click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
+@click.option("--readers", default=4, show_default=True, help="Reader processes.")
+@click.option("--in-flight", default=2, show_default=True, help="Predicted experts read at once.")
+@click.option("--reserve", type=int, help="Slots kept free.  [default: top-k]")
+@click.option("--message-us", default=60.0, show_default=True, help="A message's way.")
+@click.option("--warm", default=64, show_default=True, help="First steps that no figure counts.")
+@click.option("--steps", type=int, help="Most steps of each trace.  [default: all]")
+@click.option("--eager", is_flag=True, help="Read every guess as published, whatever it costs.")
+@click.option("--plot", type=Path, help="Draw waiting by cache and bandwidth into this PNG.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def simulate_command(
+    traces: tuple[Path, ...],
+    caches: tuple[str, ...],
+    bandwidths: tuple[str, ...],
+    policies: tuple[str, ...],
+    predictors: tuple[str, ...],
+    bench: Path | None,
+    layer_ms: float | None,
+    warm: int,
+    steps: int | None,
+    eager: bool,
+    plot: Path | None,
+    as_json: bool,
+    **machine: Any,
+) -> None:
+    """Replay route traces through the service's own residency, policies and scheduler.
+
+    TRACE are files of --route-trace. Every combination of the repeatable options is run.
+
+    \b
+    headrace simulate run.routes --policy all --policy belady --cache 50%
+    headrace simulate run.routes --cache 25% --cache 50% --bandwidth 1GB --bandwidth 7GB \\
+        --prefetch gate.moe.1 --prefetch oracle --expert-size 18.8MB --layer-ms 1
+    """
+    opened = [RouteTrace(path) for path in traces]
+    chosen = [Foretold(name) for name in predictors]
+    for trace, foretold in product(opened, chosen):
+        _check_alike(opened[0], trace)
+        foretold.check(trace)
+    disks = [_bench_bandwidth(bench)] if bench is not None else []
+    disks += [float(parse_size(text)) for text in bandwidths] or ([] if disks else [3e9])
+    names = sorted(POLICIES) if "all" in policies else []
+    names += [name for name in dict.fromkeys(policies) if name != "all" and name not in names]
+    times = Times(None if layer_ms is None else layer_ms / 1e3)
+    template = Run(opened, _machine(opened[0], **machine), "", chosen[0], times, warm, steps)
+    results = []
+    console = Console(stderr=True)
+    with console.status("simulating") as status:
+        for figures in _every(template, caches, disks, names, chosen, eager):
+            results.append(figures)
+            status.update(f"simulating: {len(results)} runs done")
+    if plot is not None:
+        write_plot(results, plot)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+    else:
+        # Piped, a table is as wide as it needs to be.
+        wide = Console()
+        (wide if wide.is_terminal else Console(width=160)).print(results_table(results))
+
+
+def _every(
+    template: Run,
+    caches: Sequence[str],
+    disks: Sequence[float],
+    policies: Sequence[str],
+    predictors: Sequence[Foretold],
+    eager: bool,
+) -> Iterator[dict[str, Any]]:
+    """Every combination's figures; without prefetch first, to which the others compare."""
+    ordered = sorted(predictors, key=lambda foretold: foretold.predicts)
+    for cache, bandwidth, policy in product(caches, disks, policies):
+        machine = replace(
+            template.machine,
+            slots=_slots(cache, template.machine),
+            disk=replace(template.machine.disk, bandwidth=bandwidth),
+        )
+        waited = None
+        for foretold in ordered:
+            run = replace(
+                template,
+                machine=machine if foretold.predicts else replace(machine, predicted_in_flight=0),
+                policy=policy,
+                foretold=foretold,
+                eager=eager and foretold.predicts,
+            )
+            figures = simulate(run)
+            stalled = figures["stalled_ms_per_token"]
+            if not foretold.predicts:
+                waited = stalled
+            elif waited:
+                figures["hidden"] = 1 - stalled / waited
+            yield figures
+
+
+def _machine(
+    trace: RouteTrace,
+    *,
+    latency: float,
+    concurrency: int,
+    expert_size: str | None,
+    piece: str,
+    readers: int,
+    in_flight: int,
+    reserve: int | None,
+    message_us: float,
+) -> Machine:
+    header = trace.header
+    return Machine(
+        slots=0,
+        readers=readers,
+        reserve=header.top_k if reserve is None else reserve,
+        disk=DiskModel(1.0, latency, concurrency),
+        layers=header.layers,
+        experts=header.experts,
+        expert_bytes=parse_size(expert_size) if expert_size else header.expert_bytes,
+        piece_bytes=parse_size(piece),
+        predicted_in_flight=in_flight,
+        message_s=message_us / 1e6,
+    )
+
+
+def _slots(cache: str, machine: Machine) -> int:
+    """Slots for `cache`; raises UsageError for fewer than any layer can live with."""
+    every = machine.layers * machine.experts
+    if cache.strip().isdigit():
+        slots = int(cache)
+    else:
+        _, share = parse_cache(cache)
+        if share is None:
+            raise UsageError(f"--cache {cache}: expected a number of slots or a share such as 25%")
+        slots = int(share * every)
+    least = 2 * machine.reserve + machine.predicted_in_flight + 2
+    if slots < least:
+        raise UsageError(f"--cache {cache} is {slots} slots; a layer needs {least}")
+    return slots
+
+
+def _check_alike(one: RouteTrace, other: RouteTrace) -> None:
+    same = ("identity", "layers", "experts", "top_k")
+    if any(getattr(one.header, name) != getattr(other.header, name) for name in same):
+        raise UsageError(f"{other.path}: is of another checkpoint than {one.path}")
+
+
+def _bench_bandwidth(path: Path) -> float:
+    """Bytes/s that the reader pool reached."""
+    try:
+        return float(json.loads(path.read_text(encoding="utf-8"))["pool_gib_s"]) * GIB
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"{path}: is no output of `headrace bench io --json`") from None

@@ -1,0 +1,122 @@
+"""A route trace as the layer passes that are replayed: picks, times, and what is foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from launch.simulate.replay import LayerPass, Said
+from protocol.errors import UsageError
+from protocol.route_trace import RouteTrace, Step
+
+OFF, ORACLE = "off", "oracle"
+ORACLE_DISTANCES = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds a layer takes, up to its routing and after it; None: as recorded."""
+
+    layer_s: float | None
+    # Of a layer's time, what lies before its routing, where nothing was recorded to go by.
+    BEFORE = 0.5
+
+    def of(self, step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """float64 [layers, 2]."""
+        recorded = step.seconds[:, :2].astype(np.float64)
+        if self.layer_s is None:
+            return recorded
+        total = recorded.sum(1, keepdims=True)
+        shares = np.where(total > 0, recorded / np.where(total > 0, total, 1.0), self.BEFORE)
+        return shares * self.layer_s
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """Where predictions come from: names of the trace's predictors, `oracle`, `oracle:1` (only
+    that far), or nothing."""
+
+    name: str
+
+    @property
+    def predicts(self) -> bool:
+        return self.name != OFF
+
+    def check(self, trace: RouteTrace) -> None:
+        """Raises UsageError for a predictor that the trace does not have."""
+        self._said_by(trace)
+
+    def passes(
+        self, trace: RouteTrace, times: Times, first_step: int, most: int | None
+    ) -> Iterator[LayerPass]:
+        """Every layer pass of the first `most` steps, numbered from `first_step`."""
+        predictors = self._said_by(trace)
+        for number, step in enumerate(trace):
+            if most is not None and number >= most:
+                return
+            seconds = times.of(step)
+            picks = [sorted(set(layer.flatten().tolist())) for layer in step.picks]
+            for layer in range(trace.header.layers):
+                yield LayerPass(
+                    first_step + number,
+                    layer,
+                    float(seconds[layer, 0]),
+                    float(seconds[layer, 1]),
+                    picks[layer],
+                    self._said(step, layer, picks, predictors),
+                    step.tokens,
+                )
+
+    def _said_by(self, trace: RouteTrace) -> list[tuple[int, int]]:
+        """(index in the trace, distance) of each predictor, the nearest last: it has seen most."""
+        if self.name == OFF or self.name.startswith(ORACLE):
+            return []
+        known = {p.name: (i, p.distance) for i, p in enumerate(trace.header.predictors)}
+        missing = [name for name in self.name.split("+") if name not in known]
+        if missing:
+            raise UsageError(
+                f"{trace.path}: has no predictor {missing[0]}; "
+                f"there are {', '.join(known) or 'none'}, {OFF} and {ORACLE}"
+            )
+        chosen = [known[name] for name in self.name.split("+")]
+        return sorted(chosen, key=lambda item: -item[1])
+
+    def _said(
+        self,
+        step: Step,
+        layer: int,
+        picks: Sequence[Sequence[int]],
+        predictors: Sequence[tuple[int, int]],
+    ) -> list[Said]:
+        if self.name.startswith(ORACLE):
+            _, _, only = self.name.partition(":")
+            distances = ORACLE_DISTANCES[: int(only or len(ORACLE_DISTANCES))]
+            ahead = [layer + distance for distance in reversed(distances)]
+            return [Said(a, picks[a], [1.0] * len(picks[a])) for a in ahead if a < len(picks)]
+        said = []
+        for index, distance in predictors:
+            ahead = layer + distance
+            if ahead < len(picks) and not np.isnan(step.scores[index, ahead, 0]):
+                said.append(
+                    Said(
+                        ahead,
+                        step.predicted[index, ahead].tolist(),
+                        step.scores[index, ahead].tolist(),
+                    )
+                )
+        return said
+
+
+def future(traces: Sequence[RouteTrace], most: int | None) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Every pick as (time, key) for Belady; a time is one layer of one step."""
+    at = 0
+    for trace in traces:
+        for number, step in enumerate(trace):
+            if most is not None and number >= most:
+                break
+            for layer, picks in enumerate(step.picks):
+                for expert in sorted(set(picks.flatten().tolist())):
+                    yield at, (layer, expert)
+                at += 1
