@@ -93,8 +93,8 @@ class Foretold:
         if self.name.startswith(ORACLE):
             _, _, only = self.name.partition(":")
             distances = ORACLE_DISTANCES[: int(only or len(ORACLE_DISTANCES))]
-            ahead = [layer + distance for distance in reversed(distances)]
-            return [Said(a, picks[a], [1.0] * len(picks[a])) for a in ahead if a < len(picks)]
+            those = [layer + distance for distance in reversed(distances)]
+            return [Said(a, picks[a], [1.0] * len(picks[a])) for a in those if a < len(picks)]
         said = []
         for index, distance in predictors:
             ahead = layer + distance
