@@ -123,6 +123,16 @@ _OPTIONS = (
         is_flag=True,
         help="For developers: check that no slot changes under compute.",
     ),
+    click.option(
+        "--piece",
+        "piece_bytes",
+        type=str,
+        default=_DEFAULTS["piece_bytes"],
+        show_default=format_size(_DEFAULTS["piece_bytes"]),
+        metavar="SIZE",
+        callback=lambda context, parameter, value: parse_size(str(value)),
+        help="For developers: most bytes of one read, and so what an urgent one waits for.",
+    ),
     _option(
         "--disk-bandwidth",
         key="disk_bandwidth",
