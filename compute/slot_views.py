@@ -6,7 +6,9 @@ a slot may be rewritten once that copy is done, however long the products take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -186,8 +188,16 @@ def _register(arena: Arena) -> bool:
     copies then take a detour through the driver's own buffers and stay right."""
     runtime = torch.cuda.cudart()
     begin = arena.data.ctypes.data
-    for offset in range(0, arena.data.nbytes, _REGISTER_BYTES):
-        size = min(_REGISTER_BYTES, arena.data.nbytes - offset)
+    for offset, size in registered_pieces(arena.slots, arena.slot_bytes):
         if int(runtime.cudaHostRegister(begin + offset, size, 0)) != 0:
             return False
     return True
+
+
+def registered_pieces(slots: int, slot_bytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of what is registered in one call: whole slots, since no copy may cross from
+    one registration into another, and whole pages, since none may be registered twice."""
+    together = mmap.PAGESIZE // math.gcd(slot_bytes, mmap.PAGESIZE)
+    step = max(_REGISTER_BYTES // slot_bytes // together, 1) * together
+    for first in range(0, slots, step):
+        yield first * slot_bytes, min(step, slots - first) * slot_bytes

@@ -39,15 +39,22 @@ class Bound:
 
 
 EXACT = Bound()
+# On a GPU another exp moves more probabilities over a rounding boundary, and tensor cores cut off
+# what an addition shifts out, so a head's weight in an index score may move by a bf16 step.
+_MORE = 3.0 if DEVICE.type == "cuda" else 1.0
+SCORES = Bound(share=1e-2, relative=3e-3) if DEVICE.type == "cuda" else EXACT
 # A probability or a sum that lies at a rounding boundary moves one row by a bf16 step here and
 # there. In the shortest case such a row weighs most; over all cases the README's figures hold.
-ATTENTION = Bound(share=2e-3, relative=5e-4, row=1e-2)
-SUMS = Bound(share=1e-3, relative=2e-4, row=5e-3)
-STREAMS = Bound(share=2e-3, relative=5e-4, row=1e-2)
+ATTENTION = Bound(share=2e-3 * _MORE, relative=5e-4, row=1e-2)
+SUMS = Bound(share=1e-3 * _MORE, relative=2e-4, row=5e-3)
+STREAMS = Bound(share=2e-3 * _MORE, relative=5e-4, row=1e-2)
 MIX = Bound(share=1, absolute=1e-3)
 GATE_WEIGHTS = Bound(share=1, absolute=1e-6)
 LOGITS = Bound(share=1, absolute=2e-5)
-OVERALL = {"attention": Bound(share=1e-3, relative=5e-4), "experts": Bound(share=1e-3)}
+OVERALL = {
+    "attention": Bound(share=1e-3 * _MORE, relative=5e-4),
+    "experts": Bound(share=1e-3 * _MORE),
+}
 
 
 class Comparison:
@@ -201,7 +208,8 @@ class StageRun:
             if full in self._capture and f"{self._prefix}.{full}" in self.golden:
                 shown = self._capture[full]
                 want = self._want(full)[:, : shown.shape[1]]
-                self._add(name, layer, shown.to(want.dtype), want, EXACT)
+                bound = SCORES if name == "index_score" else EXACT
+                self._add(name, layer, shown.to(want.dtype), want, bound)
 
     def _experts(self, layer: int) -> None:
         base = f"layers.{layer}"

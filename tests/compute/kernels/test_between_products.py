@@ -217,7 +217,7 @@ def test_attention_over_window_and_chosen_rows_matches(
     # after its rounding, by a step of the larger of its pair.
     pairs = want[8].unflatten(-1, (-1, 2)).abs().amax(-1, keepdim=True)
     larger = pairs.expand(*pairs.shape[:-1], 2).flatten(-2)
-    assert_same_bf16(got[8], want[8], differing=2e-3, size=larger)
+    assert_same_bf16(got[8], want[8], differing=5e-3, size=larger)
     assert_close(got[8], want[8], 3e-4)
     if tokens > 1:
         assert (got[8][0] == 0).all()
