@@ -73,6 +73,8 @@ def spawn_child(
     `on_line(name, line)` is called from another thread for every line it writes to stderr, but for
     the one that says why it ends.
     """
+    # Before there is a process: one without its spec would only wait for its end.
+    frame = spec.encode()
     receiving, sending = os.pipe()
     environment = {**os.environ, **(env or {})}
     # The child must run this code, also where it is used from a clone and not installed.
@@ -99,12 +101,11 @@ def spawn_child(
         target=_listen, args=(child, on_line), daemon=True, name=f"{name}-stderr"
     )
     child._listener.start()
-    _send_spec(child, spec)
+    _send_spec(child, frame)
     return child
 
 
-def _send_spec(child: Child, spec: Message) -> None:
-    frame = spec.encode()
+def _send_spec(child: Child, frame: bytes) -> None:
     data = len(frame).to_bytes(4, "little") + frame
     try:
         while data:

@@ -33,7 +33,7 @@ from launch.simulate.command import simulate_command
 from launch.synth.command import synth_command
 from launch.top import top_command
 from protocol import __version__
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, refused_by_machine
 from protocol.lifecycle import DEBUG_VARIABLE, describe
 
 
@@ -86,9 +86,10 @@ for command in (io_command, ipc_command, group_command, trace_command, decode_co
 def main() -> None:
     """Entry point of `headrace` and of launch.py; never returns."""
     code = _run()
-    with contextlib.suppress(BrokenPipeError):
+    # A reader that is gone, or a disk that is full: who waits for the rest has seen the code.
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         sys.stderr.flush()
     # Everything is stopped by now. Taking the interpreter apart would add a second on a busy
     # machine, where Ctrl-C promises to be over within two.
@@ -115,6 +116,7 @@ def _run() -> int:
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        click.echo(f"headrace: {describe(error)}", err=True)
-        return 1
+        refused = refused_by_machine(error)
+        click.echo(f"headrace: {refused or describe(error)}", err=True)
+        return refused.exit_code if refused else 1
     return 0

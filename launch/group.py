@@ -108,9 +108,9 @@ class ProcessGroup:
         check_pinned(self.options.pinned, self.config, self.plan.slots)
         self._runtime = RuntimeDirectory.create(self.options.runtime_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control = Channel.bind(self._context, self._runtime.endpoints.control, ACCEPTS)
         self._regions: Regions | None = None
         try:
+            self._control = Channel.bind(self._context, self._runtime.endpoints.control, ACCEPTS)
             self._regions = Regions.allocate(self.config, self.options, self.plan)
             self._wiring = Wiring(
                 self.config, self.options, self._runtime, self._regions, slices.files
@@ -212,15 +212,28 @@ class ProcessGroup:
         return await asyncio.to_thread(merge, parts, output)
 
     async def stop(self) -> None:
-        """End everything within two seconds. Safe to call twice."""
-        if self._stopped:
-            return
-        self._stopped = True
+        """End everything within two seconds. Safe to call twice, and to cancel: a second Ctrl-C
+        must not leave behind what the first had begun to clear away."""
+        if not self._stopped:
+            self._stopped = True
+            self._ending = asyncio.ensure_future(self._end())
+        cancelled = False
+        while not self._ending.done():
+            try:
+                await asyncio.shield(self._ending)
+            except asyncio.CancelledError:
+                cancelled = True
+        self._ending.result()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _end(self) -> None:
         if hasattr(self, "_processes"):
             for name in self._processes.names:
                 self._control.send(Stop(), to=name)
             await self._processes.stop()
-        self._control.close()
+        if hasattr(self, "_control"):
+            self._control.close()
         self._context.destroy(linger=0)
         self._runtime.remove()
         if self._regions is not None:

@@ -33,16 +33,19 @@ class RuntimeDirectory:
     def create(cls, base: Path | None = None) -> Self:
         """Raises ResourceError where `base` cannot be written or is too deep for a socket."""
         parent = base or Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        path = None
         try:
             sweep(parent)
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            lock = os.open(path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
             raise ResourceError(
                 f"{parent}: cannot make a runtime directory there ({error.strerror}); "
                 "give a writable one with --runtime-dir"
             ) from None
-        lock = os.open(path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             return cls(path, lock)
         except ValueError as error:

@@ -6,6 +6,10 @@ a traceback.
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+
 
 class HeadraceError(Exception):
     """Something a person can act on; `str(error)` is the one line shown to them."""
@@ -47,3 +51,21 @@ class ReadError(HeadraceError):
     """A tensor's bytes could not be read; the request fails and the engine lives on."""
 
     exit_code = 7
+
+
+def refused_by_machine(error: BaseException) -> ResourceError | None:
+    """What a limit or a full disk made fail anywhere, in words to act on; None for other errors."""
+    code = getattr(error, "errno", None)
+    if code in (errno.EMFILE, errno.ENFILE):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return ResourceError(f"too many open files; the limit is {soft}, raise it (ulimit -n 4096)")
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        place = getattr(error, "filename", None) or "the output"
+        return ResourceError(f"{place}: cannot be written ({os.strerror(code)}); make room for it")
+    if code == errno.EAGAIN or "can't start new thread" in str(error):
+        return ResourceError(
+            "no further process or thread can be started; raise the limit (ulimit -u, pids.max)"
+        )
+    if code == errno.ENOMEM or isinstance(error, MemoryError):
+        return ResourceError("memory cannot be had; ask for a smaller --cache, or raise ulimit -v")
+    return None

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, refused_by_machine
 from protocol.specs import SPECS
 from protocol.wire import MalformedMessage, Message, decode
 
@@ -54,8 +54,9 @@ def run_child(kind: type[S], serve: Callable[[S], None]) -> NoReturn:
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        print(f"{LAST_WORDS}{describe(error)}", file=sys.stderr)
-        code = 1
+        refused = refused_by_machine(error)
+        print(f"{LAST_WORDS}{refused or describe(error)}", file=sys.stderr)
+        code = refused.exit_code if refused else 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown would wait for reader threads and destroy CUDA state at length.

@@ -7,6 +7,7 @@ span costs one attribute test and no clock read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
+
+from protocol.errors import ResourceError
 
 # Events kept before they are formatted and written, so that the hot path only appends.
 BUFFERED_EVENTS = 4096
@@ -39,7 +42,8 @@ class Tracer:
         return self._file is not None
 
     def start(self, path: str) -> None:
-        """Write to `path` from now on; one that cannot be written is said and not traced to."""
+        """Write to `path` from now on; one that cannot be written, or no longer, is said and not
+        traced to."""
         self.stop()
         self._tracks.clear()
         try:
@@ -51,6 +55,7 @@ class Tracer:
         """Write what is kept and close the file."""
         if self._file is not None:
             self._flush()
+        if self._file is not None:
             self._file.close()
             self._file = None
 
@@ -96,8 +101,15 @@ class Tracer:
         for number, title in self._titles(pid):
             lines.append(json.dumps(number | {"args": {"name": title}}))
         self._events.clear()
-        self._file.write("\n".join(lines) + "\n")
-        self._file.flush()
+        try:
+            self._file.write("\n".join(lines) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A full disk must not end what is being traced.
+            print(f"tracing ends: {self._file.name}: {error.strerror}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def _titles(self, pid: int) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0}, self.process
@@ -108,8 +120,16 @@ class Tracer:
 def merge(parts: Iterable[Path], output: Path) -> int:
     """Join the processes' files into one trace at `output`; returns the number of events.
 
-    The last line of a process that was killed may be cut; it is left out.
+    The last line of a process that was killed may be cut; it is left out. Raises ResourceError
+    where `output` cannot be written.
     """
+    try:
+        return _merge(parts, output)
+    except OSError as error:
+        raise ResourceError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+def _merge(parts: Iterable[Path], output: Path) -> int:
     count = 0
     seen: set[str] = set()
     with output.open("w", encoding="utf-8") as file:

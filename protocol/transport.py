@@ -133,6 +133,8 @@ class Channel:
         """
 
         def wakeup() -> None:
+            if self._loop is None:
+                return  # closed since this call was asked for
             self._waking = False
             for sender, message in self.drain():
                 handle(sender, message)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,21 @@ def test_an_interrupt_takes_long_or_leaves_something(
         code, took = command.end()
         assert (code, took < END_S) == (128 + number, True), (code, took)
         assert command.said() == []
+        command.nothing_left()
+
+
+@pytest.mark.parametrize("phase", [in_start, in_decode], ids=["start", "decode"])
+def test_a_second_interrupt_stops_the_clearing_away(phase: Callable[[Command], None]) -> None:
+    with generate(*ENDLESS) as command:
+        phase(command)
+        command.look()
+        os.kill(command.children[MODULES["experts"]], signal.SIGSTOP)
+        for _ in range(3):
+            command.process.send_signal(signal.SIGINT)
+            # Until the group is told to stop: its own processes end then, all but the stopped one.
+            time.sleep(0.05)
+        code, took = command.end()
+        assert (code, took < END_S) == (130, True), (code, took)
         command.nothing_left()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from protocol import trace
+from protocol.errors import ResourceError
 from protocol.trace import BUFFERED_EVENTS, Tracer, merge
 
 
@@ -89,3 +90,24 @@ def test_a_second_start_begins_another_file(tmp_path: Path) -> None:
     tracer.stop()
     assert "one" in first.read_text() and "two" not in first.read_text()
     assert "two" in second.read_text() and "lane" not in second.read_text()
+
+
+def test_a_full_disk_ends_tracing_and_not_what_is_traced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tracer = Tracer("compute", "/dev/full")
+    for _ in range(BUFFERED_EVENTS + 1):
+        tracer.counter("queue", depth=1)
+    assert not tracer.enabled
+    tracer.stop()
+    assert capsys.readouterr().err == "tracing ends: /dev/full: No space left on device\n"
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    part = tmp_path / "part.jsonl"
+    tracer = Tracer("compute", str(part))
+    tracer.counter("queue", depth=1)
+    tracer.stop()
+    for place, why in (("/dev/full", "No space left"), (str(tmp_path), "Is a directory")):
+        with pytest.raises(ResourceError, match=f"{place}: cannot be written .{why}"):
+            merge([part], Path(place))

@@ -167,3 +167,20 @@ def test_endpoints_too_long_for_a_socket_are_refused() -> None:
     assert Endpoints.under(fits).control == f"ipc://{fits}/control"
     with pytest.raises(ValueError, match=f"longer than {IPC_PATH_LIMIT} bytes"):
         Endpoints.under(Path(f"{fits}x"))
+
+
+def test_a_channel_closed_before_its_first_wakeup_is_read(
+    context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> None:
+    failures: list[object] = []
+
+    async def start_and_fail() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, found: failures.append(found))
+        channel = Channel.bind(context, address, [Hello])
+        channel.attach(loop, lambda sender, message: None)
+        channel.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(start_and_fail())
+    assert failures == []
