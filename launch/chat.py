@@ -22,6 +22,7 @@ from launch.command_options import with_group_options
 from launch.foreground import run_foreground, running_group
 from launch.group import ProcessGroup
 from launch.options import GroupOptions
+from launch.ranges import COUNT, SEED, TEMPERATURE, TOP_P
 from launch.snapshot_options import with_snapshot_options
 from launch.summary import run_figures, run_table
 from launch.terminal.dialogue import Dialogue
@@ -50,10 +51,10 @@ COMMANDS = {
 @with_warm_options(warm=True)
 @click.option("--system", default="", help="What the model is told at the start.")
 @click.option("--think", default="off", show_default=True, help="off, low, high, max, or 1 to 100.")
-@click.option("--max-tokens", type=int, help="Longest answer.  [default: what the context holds]")
-@click.option("--temperature", type=float, help="0 takes the likeliest token.")
-@click.option("--top-p", type=float, help="Choose among this much probability.")
-@click.option("--seed", "sampling_seed", type=int, help="The same seed gives the same answers.")
+@click.option("--max-tokens", type=COUNT, help="Longest answer.  [default: what the context holds]")
+@click.option("--temperature", type=TEMPERATURE, help="0 takes the likeliest token.")
+@click.option("--top-p", type=TOP_P, help="Choose among this much probability.")
+@click.option("--seed", "sampling_seed", type=SEED, help="The same seed gives the same answers.")
 def chat_command(
     group: GroupOptions, system: str, think: str, sampling_seed: int | None, **choosing: Any
 ) -> None:

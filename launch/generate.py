@@ -14,10 +14,11 @@ from launch.foreground import console, run_foreground, running_group
 from launch.group import ProcessGroup, load_tokenizer
 from launch.options import GenerateOptions, GroupOptions
 from launch.prompt import chat_prompt, check_prompt, raw_prompt
+from launch.ranges import COUNT, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
 from launch.summary import run_figures, run_table
 from launch.warm_options import with_warm_options
 from protocol.config import ModelConfig
-from protocol.errors import HeadraceError, UsageError
+from protocol.errors import HeadraceError, ResourceError, UsageError
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 
 
@@ -28,14 +29,33 @@ from protocol.messages import Finished, PrefillProgress, TokenEvent
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with the prompt.")
 @click.option("--prompt-ids", help="The prompt as token ids, separated by commas; taken as is.")
 @click.option("--chat/--raw", default=True, help="Ask as a user, or continue the text as it is.")
-@click.option("--max-tokens", default=256, show_default=True, help="Most tokens to generate.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", default=0, show_default=True, help="Choose among this many; 0: all.")
-@click.option("--top-p", default=1.0, show_default=True, help="Choose among this much probability.")
-@click.option("--min-p", default=0.0, show_default=True, help="Least share of the likeliest's.")
+@click.option(
+    "--max-tokens", type=COUNT, default=256, show_default=True, help="Most tokens to generate."
+)
+@click.option(
+    "--temperature",
+    type=TEMPERATURE,
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest token.",
+)
+@click.option(
+    "--top-k", type=TOP_K, default=0, show_default=True, help="Choose among this many; 0: all."
+)
+@click.option(
+    "--top-p",
+    type=TOP_P,
+    default=1.0,
+    show_default=True,
+    help="Choose among this much probability.",
+)
+@click.option(
+    "--min-p", type=MIN_P, default=0.0, show_default=True, help="Least share of the likeliest's."
+)
 @click.option(
     "--seed",
     "sampling_seed",
+    type=SEED,
     default=0,
     show_default=True,
     help="The same seed gives the same text.",
@@ -105,11 +125,18 @@ async def _generate(group: ProcessGroup, options: GenerateOptions, json_file: Pa
     figures = run_figures("".join(parts), finished, await group.stats())
     console.print(run_table(figures))
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        _write_figures(json_file, figures)
     trace = group.options.trace
     if trace is not None:
         count = await group.trace_stop(trace)
         console.print(f"[dim]{count} trace events in {trace}; open it at ui.perfetto.dev[/dim]")
+
+
+def _write_figures(path: Path, figures: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _emit(text: str, parts: list[str]) -> None:
@@ -130,6 +157,10 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
             raise UsageError(f"{prompt_file}: cannot be read as UTF-8 text ({error})") from None
     else:
         text = sys.stdin.read()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not UTF-8 text ({error.reason})") from None
     if not text.strip():
         raise UsageError("the prompt is empty; give --prompt, --prompt-file or standard input")
     return text

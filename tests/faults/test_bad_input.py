@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 
+from launch.generate import generate_command
 from tests.faults import damage
 
 REPOSITORY = Path(__file__).parents[2]
@@ -263,9 +265,20 @@ def test_a_request_that_cannot_be_run_is_refused_before_the_start(
     assert said in refusal.line
 
 
-def test_a_sampling_value_out_of_range_is_named(tmp_path: Path) -> None:
-    refusal = refuse(tmp_path, damage.MINI, *PROMPT, "--temperature", "nan")
-    assert refusal.code != 0 and "temperature" in refusal.line
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--temperature", "nan"),
+        ("--top-p", "0"),
+        ("--min-p", "2"),
+        ("--top-k", "-1"),
+        ("--max-tokens", "0"),
+        ("--seed", "9" * 30),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_refused_after_the_start(option: str, value: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"range|finite"):
+        generate_command.make_context("generate", ["DIR", option, value])
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -330,3 +343,37 @@ def test_an_expert_that_cannot_be_used_fails_the_request_with_its_file(
     refusal = refuse(tmp_path, checkpoint, *PROMPT)
     assert refusal.code == 1 and refusal.started
     assert "model-00006-of-00015.safetensors" in refusal.line and "byte 255" in refusal.line
+
+
+# --- where it speaks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "redirection, code",
+    [("2>&-", 0), ("2>/dev/full", 0), (">&-", 0), (">/dev/full", 4), ("<&- >&- 2>&-", 0)],
+)
+def test_a_standard_stream_that_cannot_be_used_crashes(redirection: str, code: int) -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f'"$0" launch.py options generate {redirection}', sys.executable],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert [line.split(": ")[0] for line in ended.stderr.splitlines()] == ["headrace"] * (code > 0)
+
+
+def test_a_prompt_that_is_not_utf_8_is_an_internal_error(tmp_path: Path) -> None:
+    refusal = refuse(tmp_path, damage.MINI, "--prompt", "\udcff")
+    assert (refusal.code, refusal.started) == (2, False) and "UTF-8" in refusal.line
+
+
+def test_too_few_open_files_are_said_with_the_limit(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+    refusal = refuse(tmp_path, damage.MINI, *PROMPT, "--slots", "30", before=limit)
+    assert refusal.code == 4 and "limit is 24, raise it (ulimit -n" in refusal.line
