@@ -136,6 +136,8 @@ class ModelConfig:
         return config
 
 
+# Far above any of the release's figures, and not infinite. No comparison holds for NaN.
+_LARGEST_FLOAT = 1e30
 _TOP_LEVEL = {"bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"}
 _FORMATS = {
     "quant_method": "fp8",
@@ -195,7 +197,7 @@ def _typed(holder: Mapping[str, Any], name: str, kind: str, path: Path) -> Any:
     value = holder[name]
     if kind == "int" and _is_count(value):
         return value
-    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if kind == "float" and type(value) in (int, float) and abs(value) < _LARGEST_FLOAT:
         return float(value)
     if kind == "tuple[int, ...]" and isinstance(value, list) and all(map(_is_count, value)):
         return tuple(value)
@@ -247,6 +249,15 @@ _POSITIVE = (
 )
 
 
+# Numbers that would be counted up to before any tensor's shape could contradict them.
+_AT_MOST = {
+    "n_routed_experts": 65_536,
+    "dspark_n_routed_experts": 65_536,
+    "num_nextn_predict_layers": 64,
+    "hc_sinkhorn_iters": 1_000,
+}
+
+
 def _check_consistent(config: ModelConfig, path: Path) -> None:
     def require(holds: bool, message: str) -> None:
         if not holds:
@@ -256,6 +267,9 @@ def _check_consistent(config: ModelConfig, path: Path) -> None:
         require(
             getattr(config, name) > 0, f"{name} is {getattr(config, name)}, expected more than 0"
         )
+    for name, most in _AT_MOST.items():
+        found = getattr(config, name)
+        require(found <= most, f"{name} is {found}, expected at most {most}")
     layers = config.num_hidden_layers
     wanted = layers + config.num_nextn_predict_layers
     require(

@@ -151,3 +151,28 @@ def test_a_file_that_is_no_config_is_refused(
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=complaint):
         ModelConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_number_that_is_not_finite_is_computed_with(value: float) -> None:
+    for key in ("rope_theta", "swiglu_limit", "routed_scaling_factor"):
+        whole = _mini()
+        whole["text_config"][key] = value
+        with pytest.raises(CheckpointError, match=rf"DIR/config.json: {key} is"):
+            _read(whole)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n_routed_experts",
+        "dspark_n_routed_experts",
+        "num_nextn_predict_layers",
+        "hc_sinkhorn_iters",
+    ],
+)
+def test_a_count_without_end_is_counted_to(key: str) -> None:
+    whole = _mini()
+    whole["text_config"][key] = 10**12
+    with pytest.raises(CheckpointError, match=f"{key} is 1000000000000, expected at most"):
+        _read(whole)
