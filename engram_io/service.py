@@ -24,7 +24,7 @@ from engram_io.token_map import TokenMap
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, ReadError
 from protocol.faults import FaultPlan
 from protocol.layouts import EngramRing
 from protocol.lifecycle import describe, run_child
@@ -59,6 +59,8 @@ class EngramService:
         self._reading = ThreadPoolExecutor(1, "engram-serve")
         # Newest ticket of every ring block: an older one is no longer wanted by anyone.
         self._newest: dict[int, int] = {}
+        # Written by the reading thread alone.
+        self._failures = 0
         self._report("engram: checkpoint headers", 0.0)
         directory = Path(spec.checkpoint)
         config = ModelConfig.load(directory)
@@ -108,7 +110,11 @@ class EngramService:
 
     def _figures(self) -> dict[str, float]:
         malformed = self._control.malformed + self._requests.malformed
-        return {**self.lookup.counts, counters.MALFORMED_MESSAGES: malformed}
+        return {
+            **self.lookup.counts,
+            counters.READ_FAILURES: self._failures,
+            counters.MALFORMED_MESSAGES: malformed,
+        }
 
     def _answer(self, sender: str, message: Message) -> None:
         self._loop.call_soon_threadsafe(self._requests.send, message, sender)
@@ -119,6 +125,7 @@ class EngramService:
         try:
             self._write_rows(sender, request)
         except HeadraceError as error:
+            self._failures += isinstance(error, ReadError)
             self._answer(sender, EngramFailed(request.ticket, str(error)))
         except Exception as error:
             # Nothing a request holds may end the process that serves the next one.

@@ -31,6 +31,8 @@ class ToolCall:
         """The arguments by name; raises UsageError where they are no JSON object."""
         try:
             parsed = json.loads(self.arguments or "{}")
+            # Half of a surrogate pair is sound JSON and no text.
+            json.dumps(parsed, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -75,8 +75,7 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def stats(request: Request) -> Response:
-        wanted = request.query_params.get("history", "0")
-        history = min(int(wanted), KEPT_SAMPLES) if wanted.isdigit() else 0
+        history = min(_count(request, "history", default=0) or 0, KEPT_SAMPLES)
         await monitor.look()
         return JSONResponse({"model": service.model, **monitor.figures(history)})
 
@@ -84,11 +83,11 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         return JSONResponse(monitor.residency())
 
     async def trace(request: Request) -> Response:
-        wanted = request.query_params.get("tokens", "100")
-        if not wanted.isdigit() or not 1 <= int(wanted) <= MOST_TOKENS:
+        wanted = _count(request, "tokens", default=100)
+        if wanted is None or not 1 <= wanted <= MOST_TOKENS:
             raise ApiError(400, f"tokens: expected 1 to {MOST_TOKENS}", param="tokens")
         try:
-            recorded = await while_connected(request.receive, recorder.record(int(wanted)))
+            recorded = await while_connected(request.receive, recorder.record(wanted))
         except ClientLeft:
             return Response(status_code=499)
         headers = {"Content-Disposition": 'attachment; filename="headrace-trace.json"'}
@@ -121,6 +120,7 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
         exception_handlers={
             ApiError: _api_error,
             HeadraceError: _engine_error,
+            ClientDisconnect: _client_left,
             404: _not_found,
             405: _not_allowed,
             500: _unexpected,
@@ -129,6 +129,18 @@ def build_app(engine: Engine, options: ServerOptions, log: Callable[[str], None]
     )
     app.state.service = service
     return app
+
+
+def _count(request: Request, name: str, default: int) -> int | None:
+    """The number that the query gives under `name`; None where that is none."""
+    given = request.query_params.get(name, str(default))
+    # Of characters that isdigit calls digits int() takes only some.
+    return int(given) if given.isdecimal() and len(given) < 10 else None
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    """For the log: there is nobody to read it."""
+    return Response(status_code=499)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,22 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'user'"),
     ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages", "assistant's"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {**CALL, "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+                    ],
+                },
+                {"role": "tool", "content": "x", "tool_call_id": "a"},
+            ]
+        },
+        "messages",
+        "not a JSON object",
+    ),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id", "missing"),
     ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
     (
@@ -299,3 +316,32 @@ async def test_a_dead_engine_is_a_503_with_its_reason() -> None:
         health = await served.http.get("/health")
         assert health.status_code == 503 and "SIGKILL" in health.json()["reason"]
         assert isinstance(health, httpx.Response)
+
+
+@in_loop
+async def test_a_count_in_a_query_that_is_no_number_is_an_internal_error() -> None:
+    async with serving(FakeEngine()) as served:
+        for count in ("\u00b2", "9" * 5000, "-1", "x"):
+            answer = await served.http.post("/trace", params={"tokens": count})
+            assert answer.status_code == 400, count
+            answer = await served.http.get("/stats", params={"history": count})
+            assert answer.status_code == 200, count
+
+
+@in_loop
+async def test_a_client_that_leaves_within_its_body_fills_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with serving(FakeEngine()) as served:
+        host, port = served.host_port
+        for _ in range(3):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.write(
+                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{".encode()
+            )
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        # Served after them, so that they have been noticed.
+        await served.chat()
+    assert "Traceback" not in capfd.readouterr().err
