@@ -83,7 +83,7 @@ def generate_command(
     headrace generate DIR --raw --prompt "Once upon a time" --max-tokens 50
     headrace generate DIR --cache 64GiB --trace run.json --json run-figures.json < question.txt
     """
-    for path in (group.trace, json_file):
+    for path in (group.trace, group.route_trace, json_file):
         _check_writable(path)
     config = ModelConfig.load(group.checkpoint)
     if prompt_ids is not None:

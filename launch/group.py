@@ -28,6 +28,7 @@ from protocol.layouts import Directory
 from protocol.messages import (
     Cancel,
     Finished,
+    Generate,
     Hello,
     Loading,
     PrefillProgress,
@@ -44,7 +45,7 @@ from protocol.messages import (
 from protocol.shards import Shards
 from protocol.trace import merge
 from protocol.transport import Channel
-from protocol.wire import MalformedMessage, Message
+from protocol.wire import MalformedMessage, Message, decode
 
 Event = PrefillProgress | TokenEvent | Finished
 # on_progress(process, what, fraction): how far the start has come.
@@ -244,10 +245,13 @@ class ProcessGroup:
         return self._runtime.path / f"trace-{self._trace_number}-{name}.jsonl"
 
     def _send_generate(self, request: int, options: GenerateOptions) -> None:
+        message = options.message(request)
         try:
-            sent = self._control.send(options.message(request), to="compute")
+            # What compute would drop as malformed would be waited for without end.
+            decode(message.encode(), (Generate,))
+            sent = self._control.send(message, to="compute")
         except MalformedMessage as error:
-            raise UsageError(f"the request is too large: {error}") from None
+            raise UsageError(f"the request cannot be sent: {error}") from None
         if not sent:
             raise ProcessDied("compute does not take requests; it is starting or gone")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from launch.child import Child, spawn_child
 from launch.memory import available_memory
 from launch.options import format_size
-from protocol.errors import HeadraceError, ProcessDied
+from protocol.errors import HeadraceError, ProcessDied, refused_by_machine
 from protocol.wire import Message
 
 READER_RESTARTS = 5
@@ -104,14 +104,26 @@ class Processes:
         error = death_error(child, code, self._budget)
         if child.name.startswith("reader-") and code < 0:
             if self._may_restart():
-                self.readers_replaced += 1
-                self._on_line(child.name, f"{_how(code)}; replaced")
-                self.start_reader(int(child.name.removeprefix("reader-")), child.incarnation + 1)
-                return
-            window = f"{READER_RESTARTS + 1} readers within {RESTART_WINDOW_S:.0f} s"
-            error = ProcessDied(f"{window} ended, which is no accident; the last: {error}")
+                failed = self._replace(child)
+                if failed is None:
+                    self.readers_replaced += 1
+                    self._on_line(child.name, f"{_how(code)}; replaced")
+                    return
+                error = ProcessDied(f"{error}; it cannot be replaced: {failed}")
+            else:
+                window = f"{READER_RESTARTS + 1} readers within {RESTART_WINDOW_S:.0f} s"
+                error = ProcessDied(f"{window} ended, which is no accident; the last: {error}")
         self._stopping = True
         self._on_death(error)
+
+    def _replace(self, reader: Child) -> Exception | None:
+        """Start its next incarnation; why that cannot be, where it cannot."""
+        number = int(reader.name.removeprefix("reader-"))
+        try:
+            self.start_reader(number, reader.incarnation + 1)
+        except (HeadraceError, OSError) as error:
+            return refused_by_machine(error) or error
+        return None
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

@@ -89,8 +89,10 @@ class Wiring:
     files: Sequence[Path]
 
     def reader(self, reader: int, incarnation: int) -> Launch:
-        """How to start a reader."""
+        """How to start a reader. Raises ResourceError where it would find no one to talk to."""
         options, endpoints = self.options, self.runtime.endpoints
+        if not Path(endpoints.control.removeprefix("ipc://")).exists():
+            raise ResourceError(f"{self.runtime.path} was deleted or emptied while in use")
         spec = ReaderSpec(
             reader=reader,
             incarnation=incarnation,

@@ -15,7 +15,7 @@ import zmq
 
 from launch.synth.command import synthesize
 from protocol import counters
-from protocol.errors import ProcessDied, StallError
+from protocol.errors import ProcessDied, StallError, UsageError
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 from tests.ipc.running_group import (
     END_S,
@@ -59,6 +59,11 @@ def test_a_request_left_early_holds_up_the_next(group: RunningGroup, answer: lis
     assert group.tokens(PROMPT, TOKENS) == answer
     # Of 50 chunks only those that were under way, and the answer's own passes.
     assert group.stats()["compute"][counters.STEPS] - before < 10 + len(PROMPT) // CHUNK + TOKENS
+
+
+def test_a_request_that_compute_would_drop_is_waited_for(group: RunningGroup) -> None:
+    with pytest.raises(UsageError, match="seed"):
+        group.tokens(PROMPT, TOKENS, seed=1 << 63)
 
 
 def test_two_requests_at_once_get_each_others_tokens(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +85,13 @@ def test_a_read_that_fails_for_good_takes_the_group_with_it() -> None:
         answers = [group.events(PROMPT, TOKENS) for _ in range(4)]
         assert tokens_of(answers[-1]) == reference()
         assert replaced(group) == 0
+
+
+def test_a_reader_that_cannot_be_replaced_is_waited_for() -> None:
+    """Whoever sweeps /tmp takes the sockets away; those that are open go on."""
+    with RunningGroup(readers=1) as group:
+        for path in Path(group.group.endpoints).iterdir():
+            path.unlink()
+        os.kill(group.group.pids["reader-0"], signal.SIGKILL)
+        with pytest.raises(ProcessDied, match=r"cannot be replaced: .* was deleted or emptied"):
+            group.tokens(PROMPT, TOKENS)
