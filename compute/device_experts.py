@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from compute.slot_views import HeldExpert, tensor_shapes
-from compute.sources import ExpertBytes, ExpertSource
+from compute.sources import Addresses, ExpertBytes, ExpertSource
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.errors import HeadraceError
@@ -75,9 +76,9 @@ class DeviceExperts:
         starts = [sum(self._sizes[:at]) for at in range(len(self._sizes))]
         self._slots = torch.empty((slots, sum(self._sizes)), dtype=torch.uint8, device=device)
         base, row = self._slots.data_ptr(), self._slots.stride(0)
-        self._addresses = [
-            [base + slot * row + starts[part] for part in _KERNEL_ORDER] for slot in range(slots)
-        ]
+        self._addresses = np.array(
+            [[base + slot * row + starts[at] for at in _KERNEL_ORDER] for slot in range(slots)]
+        )
         self._slot_of: OrderedDict[Key, int] = OrderedDict()
         self._free = list(range(slots))
         self._random = random.Random(seed)
@@ -107,7 +108,17 @@ class DeviceExperts:
         """How many experts lie in device memory."""
         return len(self._slot_of)
 
-    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
+        keys = [(layer, expert) for expert in experts]
+        slots = [self._slot_of.get(key, -1) for key in keys]
+        if -1 in slots:
+            return None
+        for key in keys:
+            self._slot_of.move_to_end(key)
+        self.counts[counters.DEVICE_HITS] += len(keys)
+        return self._addresses[slots]
+
+    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
         keys = [(layer, expert) for expert in experts]
         missing = [key for key in keys if key not in self._slot_of]
         for key in keys:
@@ -118,7 +129,9 @@ class DeviceExperts:
         if missing:
             held = self._arena.hold(layer, [expert for _, expert in missing])
             direct = self._take_in(dict(zip(missing, held, strict=True)), keys)
-        return [direct.get(key) or self._addresses[self._slot_of[key]] for key in keys]
+        return np.array(
+            [direct[key] if key in direct else self._addresses[self._slot_of[key]] for key in keys]
+        )
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
         """As ExpertSource: what is here from here, the rest as the arena's source gives it, without

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
-from compute.sources import ExpertBytes
+from compute.sources import Addresses, ExpertBytes
 from protocol.errors import CheckpointError
 from protocol.shards import Shards, TensorEntry
 from protocol.tensor_table import EXPERT_MATRICES, expert_tensor
@@ -41,9 +42,12 @@ class ResidentExperts:
         held = self._layers[layer]
         return ((expert, held[expert]) for expert in self._arrival(layer, experts))
 
-    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
         held = self._layers[layer]
-        return [[part.data_ptr() for part in held[expert]] for expert in experts]
+        return np.array([[part.data_ptr() for part in held[expert]] for expert in experts])
+
+    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
+        return self.place(layer, experts)
 
     def hint(
         self,

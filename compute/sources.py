@@ -11,7 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Addresses = npt.NDArray[np.int64]
 
 
 class ExpertBytes(NamedTuple):
@@ -72,13 +76,17 @@ class ExpertSource(Protocol):
 class PlacedExperts(ExpertSource, Protocol):
     """An ExpertSource that also says where experts lie, all that a layer needs at once."""
 
-    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
-        """For each of `experts` of `layer` the addresses of its six tensors, as in ExpertBytes.
+    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
+        """int64 [n, 6]: for each of `experts` the addresses of its tensors, as in ExpertBytes.
 
         Each is a multiple of 16. The device may read them from what is launched on the current
         stream after this call, up to the next `release`. Waits until all are there; raises
         ReadError and StallError as `fetch` does.
         """
+        ...
+
+    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
+        """As `place` where all of them are there already and nobody need be asked, else None."""
         ...
 
 

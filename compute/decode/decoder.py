@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from compute.decode.graphs import SegmentRunner
 from compute.decode.step import DecodeStep
 from compute.sequence import SequenceState
 from compute.sources import EngramSource, NullTracer, PlacedExperts, Tracer
+
+Words = npt.NDArray[np.int32]
 
 
 class Decoder:
@@ -66,16 +69,27 @@ class Decoder:
     def _run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
         self.step.bind(state)
         self._inputs.numpy()[:] = token, state.length
+        self._fetch_rows(0, ticket)
+        self._runner.run(0, self._segments[0])
         for layer in range(self._layers):
-            self._fetch_rows(layer, ticket)
-            with self._tracer.span("segment", layer=layer):
-                self._runner.run(layer, self._segments[layer])
-                if layer:
-                    self._experts.release()
+            with self._tracer.span("wait for picks", layer=layer):
                 routed = self._read_back()
-            self._place(layer, routed)
-        self._runner.run(self._layers, self._segments[self._layers])
-        self._experts.release()
+            picks: list[int] = routed[: self._picks].tolist()
+            placed = self._experts.placed(layer, picks)
+            # Where somebody has to be asked, he shall know the prediction before we wait for him.
+            if placed is None:
+                self._hint(layer, picks, routed)
+                with self._tracer.span("place experts", layer=layer):
+                    self._table.numpy()[:] = self._experts.place(layer, picks)
+            else:
+                self._table.numpy()[:] = placed
+                # The read-back is overwritten by what is launched next.
+                routed = routed.copy()
+            self._fetch_rows(layer + 1, ticket)
+            self._runner.run(layer + 1, self._segments[layer + 1])
+            self._experts.release()
+            if placed is not None:
+                self._hint(layer, picks, routed)
         state.advance()
         return self.step.buffers.logits.flatten().clone()
 
@@ -112,7 +126,7 @@ class Decoder:
         self.step.buffers.engram_codes[at].copy_(codes)
         self.step.buffers.engram_scales[at].copy_(scales)
 
-    def _read_back(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _read_back(self) -> Words:
         """What the segment just launched has routed; waits for the device."""
         if self._pinned:
             begin = time.perf_counter()
@@ -121,19 +135,15 @@ class Decoder:
             self.waits += 1
         return self._routed.numpy()
 
-    def _place(self, layer: int, routed: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        """Publish the layer's picks and the prediction, and put the picks' addresses down."""
-        k = self._picks
-        picks: list[int] = routed[:k].tolist()
-        guesses = routed[k:]
+    def _hint(self, layer: int, picks: list[int], routed: Words) -> None:
+        """Publish the layer's picks and the prediction."""
+        guesses = routed[self._picks :]
         if layer + 1 < self._layers and len(guesses):
-            predicted, margins = np.split(guesses, 2)
-            scores = self.step.scores(layer, torch.from_numpy(margins.view(np.float32)))
-            self._experts.hint(layer, picks, layer + 1, predicted.tolist(), scores.tolist())
+            predicted, margins = guesses.reshape(2, -1)
+            scores = self.step.scores(layer, margins.view(np.float32).tolist())
+            self._experts.hint(layer, picks, layer + 1, predicted.tolist(), scores)
         else:
             self._experts.hint(layer, picks, None, [], [])
-        with self._tracer.span("place experts", layer=layer):
-            self._table.numpy()[:] = self._experts.place(layer, picks)
 
     def _on_host(self, buffer: torch.Tensor) -> torch.Tensor:
         return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)

@@ -10,7 +10,7 @@ the picks' addresses are in `buffers.table`, `experts`; then `head`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -61,6 +61,7 @@ class DecodeStep:
         self._restricted = _restricted_layers(config)
         self._state: SequenceState | None = None
         self._key_source: int | None = None
+        self._baked: tuple[object, ...] = ()
 
     @property
     def state(self) -> SequenceState:
@@ -74,9 +75,14 @@ class DecodeStep:
         self.buffers.fit(state)
         self._state = state
         self._key_source = state.last_key_source
+        # Once a token, not once a segment: nothing moves in between.
+        self._baked = self._addresses()
 
     def baked(self) -> tuple[object, ...]:
         """All that a captured launch has baked in and that may change between tokens."""
+        return self._baked
+
+    def _addresses(self) -> tuple[object, ...]:
         state, b = self.state, self.buffers
         keys = [state.last_key_source, state.length % 2] if self._reference_index_keys else []
         return (
@@ -102,11 +108,11 @@ class DecodeStep:
                 tensors[f"{name}.{layer}"] = rows.room(1)[len(rows) : len(rows) + 1]
         return tensors
 
-    def scores(self, layer: int, margins: torch.Tensor) -> torch.Tensor:
-        """What `layer`'s prediction says of fp32 `margins` [n]; see `PredictingGate.scores`."""
+    def scores(self, layer: int, margins: Sequence[float]) -> list[float]:
+        """What `layer`'s prediction says of `margins`; see `PredictingGate.scores`."""
         predicting = self.arguments.layers[layer].predicting
         assert predicting is not None
-        return predicting.scores(margins)
+        return [margin * predicting.slope + predicting.offset for margin in margins]
 
     # --- the token's stages -----------------------------------------------------------------------
 

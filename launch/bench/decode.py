@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from compute.process import open_device
 from compute.progress import ProgressPage
 from compute.sequence import SequenceState
 from compute.slot_views import slot_views
+from compute.sources import Addresses
 from compute.weights import ModelWeights
 from engram_io.local import LocalEngramSource
 from launch.bench.expert_group import ExpertGroup
@@ -53,19 +54,24 @@ class MissingExperts:
         self._share = share
         self._random = random.Random(seed)
         self.fetch, self.hint, self.release = tier.fetch, tier.hint, tier.release
+        self.place = tier.place
 
-    def place(self, layer: int, experts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
         """As the tier's, after the draw."""
-        for expert in experts:
-            if self._random.random() < self._share:
-                self._tier.forget(layer, expert)
-        return self._tier.place(layer, experts)
+        if self._share:
+            for expert in experts:
+                if self._random.random() < self._share:
+                    self._tier.forget(layer, expert)
+        return self._tier.placed(layer, experts)
 
 
 class DecodeBench:
     """One model on one device, and a sequence that grows by every token measured."""
 
-    def __init__(self, checkpoint: Path, device: torch.device, modes: Sequence[str]) -> None:
+    def __init__(
+        self, checkpoint: Path, device: torch.device, modes: Sequence[str], capacity: int
+    ) -> None:
+        """`capacity` bounds the tokens of one measurement."""
         self.config = ModelConfig.load(checkpoint)
         self._checkpoint = checkpoint
         self._device = device
@@ -77,6 +83,9 @@ class DecodeBench:
         self._steps = {
             mode: DecodeStep(self.config, self.arguments, predictions=predictions) for mode in modes
         }
+        # One for all, so that what is captured once stays as it is.
+        self._state = SequenceState(self.config, device, capacity)
+        self._empty = self._state.snapshot()
         self._runners = {mode: runner(mode, step) for mode, step in self._steps.items()}
 
     @property
@@ -112,9 +121,15 @@ class DecodeBench:
         experts = MissingExperts(tier, share)
         return Decoder(self._steps[mode], self._runners[mode], experts, self._rows)
 
-    def tokens(self, decoder: Decoder, count: int) -> dict[str, float]:
-        """Milliseconds a token and of them the host's own, medians, after some warm ones."""
-        state = SequenceState(self.config, self._device, WARM_TOKENS + count)
+    def tokens(
+        self, decoder: Decoder, count: int, profiler: torch.profiler.profile | None = None
+    ) -> dict[str, float]:
+        """Milliseconds a token and of them the host's own, medians, after some warm ones.
+
+        `profiler` sees the last token.
+        """
+        state = self._state
+        state.restore(self._empty)
         chance = random.Random(1)
         history: list[int] = []
         totals, hosts, waits = [], [], 0
@@ -122,12 +137,14 @@ class DecodeBench:
             token = chance.randrange(3, self.config.vocab_size)
             reach = self.config.engram_max_ngram_size - 1
             ticket = self._rows.request(at, [token], history[-reach:])
+            seen = profiler if profiler and at == WARM_TOKENS + count - 1 else nullcontext()
             waited, waits = decoder.waited_s, decoder.waits
-            begin = time.perf_counter()
-            decoder.forward(token, state, ticket)
-            launched = time.perf_counter()
-            self._synchronize()
-            end = time.perf_counter()
+            with seen:
+                begin = time.perf_counter()
+                decoder.forward(token, state, ticket)
+                launched = time.perf_counter()
+                self._synchronize()
+                end = time.perf_counter()
             self._rows.done(ticket)
             history.append(token)
             if at >= WARM_TOKENS:
@@ -143,30 +160,19 @@ class DecodeBench:
         """Launches the host makes for a token, and the device's time by kernel."""
         from torch.profiler import ProfilerActivity
 
-        self.tokens(decoder, 1)
-        # The same run without the last token's share tells that share.
-        counts, tables = [], []
-        for count in (1, 2):
-            with torch.profiler.profile(
-                activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]
-            ) as seen:
-                self.tokens(decoder, count)
-            events = seen.events() or []
-            counts.append(sum("Launch" in e.name or "MemcpyAsync" in e.name for e in events))
-            tables.append(
-                {
-                    e.key: (e.count, e.self_device_time_total)
-                    for e in seen.key_averages()
-                    if e.self_device_time_total and not e.key.startswith(("aten::", "cu"))
-                }
-            )
+        seen = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        self.tokens(decoder, 1, seen)
+        launches = sum(
+            any(call in event.name for call in ("Launch", "MemcpyAsync", "MemsetAsync"))
+            for event in seen.events() or []
+        )
         rows = [
-            {"kernel": name, "calls": count - before[0], "us": microseconds - before[1]}
-            for name, (count, microseconds) in tables[1].items()
-            for before in [tables[0].get(name, (0, 0.0))]
+            {"kernel": of.key, "calls": of.count, "us": of.self_device_time_total}
+            for of in seen.key_averages()
+            if of.self_device_time_total and not of.key.startswith(("aten::", "cu"))
         ]
         rows.sort(key=lambda row: -row["us"])
-        return counts[1] - counts[0], rows
+        return launches, rows
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -183,7 +189,7 @@ def run(
 ) -> dict[str, Any]:
     """All figures; see docs/performance.md for what they mean. Raises HeadraceError."""
     device = open_device(device_name)
-    bench = DecodeBench(checkpoint, device, modes)
+    bench = DecodeBench(checkpoint, device, modes, WARM_TOKENS + tokens)
     config = bench.config
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -239,4 +245,5 @@ def copy_rate(tier: DeviceExperts, device: torch.device) -> float | None:
     into.copy_(host, non_blocking=True)
     end.record()
     end.synchronize()
-    return size / begin.elapsed_time(end) / 1e6
+    milliseconds: float = begin.elapsed_time(end)
+    return size / milliseconds / 1e6
