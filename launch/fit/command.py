@@ -53,7 +53,7 @@ def fit_command(
     # torch takes a second that --help should not.
     from compute.process import open_device
     from compute.weights import load_gates
-    from launch.fit.learning import learn, means, open_inputs, save
+    from launch.fit.learning import cost_us, learn, means, open_inputs, save
 
     config = ModelConfig.load(directory)
     shards = Shards.open(directory, config)
@@ -81,6 +81,7 @@ def fit_command(
         "tokens": sum(inputs.tokens for inputs in fitting),
         "test_tokens": sum(inputs.tokens for inputs in measuring),
         "rank": rank,
+        "predict_us": cost_us(gates[-1], config.num_experts_per_tok),
         "predictors": means(results),
     }
     if not dry_run:
@@ -91,6 +92,7 @@ def fit_command(
         click.echo(json.dumps(figures, indent=2))
     else:
         Console(width=100).print(_table(figures))
+        click.echo(f"a prediction takes {figures['predict_us']:.0f} us a layer for one token")
 
 
 def _table(figures: dict[str, Any]) -> Table:

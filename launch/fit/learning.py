@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from compute.predictor import FITTED_FORMAT, FittedGates, Key
+from compute.predictor import FITTED_FORMAT, FittedGates, Key, predict
 from compute.weights import GateWeights
 from launch.fit.regression import Quality, calibrate, fit_changes, margins, quality
 from protocol.errors import ResourceError, UsageError
@@ -25,6 +27,7 @@ KEPT_PART = 5
 DISTANCES = (1, 2, 3)
 # Fewer say nothing about a layer's experts.
 LEAST_TOKENS = 256
+TIMED = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,18 @@ def means(results: Sequence[Result]) -> list[dict[str, object]]:
                     }
                 )
     return rows
+
+
+def cost_us(gate: GateWeights, top_k: int) -> float:
+    """Microseconds of a prediction for one token; a fitted gate has the form of a layer's own."""
+    x = torch.zeros(1, gate.weight.shape[1], dtype=torch.bfloat16, device=gate.weight.device)
+    times = []
+    for _ in range(TIMED):
+        begin = time.perf_counter()
+        # Reading it back waits for the device, as the engine has to.
+        torch.cat(predict(x, gate, top_k, 2 * top_k)).tolist()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[TIMED // 10 :]) * 1e6
 
 
 def _learn_one(
