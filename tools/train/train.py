@@ -36,7 +36,7 @@ ANCHORS = 48
 DRAFT_EVERY = 2
 # Added to the loss times the layers' mean `scatter`, which is at most 1: routing as local as it
 # gets may cost the model no more than this many nats a token.
-LOCALITY = 0.05
+LOCALITY = 0.1
 BALANCE_SPEED = 1e-2
 LOG_EVERY = 20
 TIMED_FROM, SETTLED_AT, WAIT_AT = 40, 140, 300
