@@ -53,7 +53,9 @@ class Calibration:
     def _begin(self) -> None:
         ordered = sorted(score for score, _ in self._early)
         step = self.FIRST / self.RANGES
-        self._edges = sorted({ordered[int(n * step)] for n in range(1, self.RANGES)})
+        edges = {ordered[int(n * step)] for n in range(1, self.RANGES)}
+        # An edge at the lowest score would leave a range below it that nothing falls into.
+        self._edges = sorted(edges - {ordered[0]})
         self._seen = [0.0] * (len(self._edges) + 1)
         self._picked = [0.0] * (len(self._edges) + 1)
         early, self._early = self._early, []

@@ -165,7 +165,7 @@ class Residency:
     def refill(self) -> None:
         """Make the reserve whole again. Called once orders are out, which need not wait for it."""
         # Slots for guesses are freed ahead of them: their window is shorter than compute's epoch.
-        ahead = self._predicted_in_flight if self._scheduler.pending else 0
+        ahead = min(self._predicted_in_flight, self._scheduler.promising)
         self._evict_down_to(self._reserve, for_prediction=False)
         self._evict_down_to(self._reserve + ahead, for_prediction=True)
 
@@ -207,7 +207,7 @@ class Residency:
         if self.queue.next_waiting(URGENT) is not None:
             return True
         return (
-            self._scheduler.pending
+            self._scheduler.promising > 0
             and self.queue.predictions_begun < self._predicted_in_flight
             and self.slots.coming > self.slots.free
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from expert_io.policy import Key
 
 NEWEST = 0.05
+MOST_UNPAIRED = 8
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class Returns:
         # How much more often the victim was picked first, of all wrong guesses; -1 to 1.
         self._balance = 0.0
         self._victims: dict[Key, int] = {}  # evicted for a prediction, at which eviction
-        self._unpaired: deque[Key] = deque()
+        # Slots are freed ahead of guesses, and some of them go to others.
+        self._unpaired: deque[Key] = deque(maxlen=MOST_UNPAIRED)
         self._pairs: list[_Pair] = []
         self._evictions = 0
 

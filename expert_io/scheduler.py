@@ -175,9 +175,9 @@ class ExpectedGain:
     # --- what is decided --------------------------------------------------------------------------
 
     @property
-    def pending(self) -> bool:
-        """Whether there are guesses that nobody reads yet."""
-        return bool(self._guesses)
+    def promising(self) -> int:
+        """How many guesses that nobody reads yet are likely enough to be read."""
+        return sum(g.probability >= LEAST_PROBABILITY for g in self._guesses.values())
 
     def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
         """The guess whose first piece, of `nbytes`, is most worth reading now, beside `busy`
@@ -208,6 +208,10 @@ class ExpectedGain:
 
 class Eager(ExpectedGain):
     """Reads every guess in the order published, whatever it costs: what prefetch was before."""
+
+    @property
+    def promising(self) -> int:
+        return len(self._guesses)
 
     def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
         return next(iter(self._guesses.values()), None)

@@ -13,15 +13,19 @@ import click
 from rich.console import Console
 
 from expert_io.policies import POLICIES
+from expert_io.slices import SliceMap
 from launch.options import GIB, parse_cache, parse_size
 from launch.simulate.account import BELADY, Run, simulate
 from launch.simulate.disk import DiskModel
 from launch.simulate.passes import OFF, Foretold, Times
 from launch.simulate.plot import write_plot
-from launch.simulate.replay import Machine
+from launch.simulate.replay import Machine, plain_slices
 from launch.simulate.table import results_table
+from protocol.config import ModelConfig
 from protocol.errors import UsageError
+from protocol.identity import checkpoint_identity
 from protocol.route_trace import RouteTrace
+from protocol.shards import Shards
 
 
 @click.command("simulate")
@@ -68,7 +72,8 @@ from protocol.route_trace import RouteTrace
 )
 @click.option("--bench", type=Path, help="Bandwidth from this output of `bench io --json`.")
 @click.option("--layer-ms", type=float, help="A layer's computing time.  [default: as recorded]")
-@click.option("--expert-size", help="Bytes of an expert.  [default: the checkpoint's]")
+@click.option("--expert-size", help="Bytes of an expert.  [default: as recorded]")
+@click.option("--checkpoint", type=Path, help="Take its experts' ranges of bytes as they lie.")
 @click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
 @click.option("--readers", default=4, show_default=True, help="Reader processes.")
 @click.option("--in-flight", default=2, show_default=True, help="Predicted experts read at once.")
@@ -170,6 +175,7 @@ def _machine(
     latency: float,
     concurrency: int,
     expert_size: str | None,
+    checkpoint: Path | None,
     piece: str,
     readers: int,
     in_flight: int,
@@ -177,15 +183,21 @@ def _machine(
     message_us: float,
 ) -> Machine:
     header = trace.header
+    if checkpoint is not None:
+        if checkpoint_identity(checkpoint) != header.identity:
+            raise UsageError(f"{trace.path}: was not recorded with the checkpoint in {checkpoint}")
+        config = ModelConfig.load(checkpoint)
+        shards = Shards.open(checkpoint, config)
+        slices = SliceMap.build(config, shards, parse_size(piece))
+    else:
+        nbytes = parse_size(expert_size) if expert_size else header.expert_bytes
+        slices = plain_slices(header.layers, header.experts, nbytes, parse_size(piece))
     return Machine(
         slots=0,
         readers=readers,
         reserve=header.top_k if reserve is None else reserve,
         disk=DiskModel(1.0, latency, concurrency),
-        layers=header.layers,
-        experts=header.experts,
-        expert_bytes=parse_size(expert_size) if expert_size else header.expert_bytes,
-        piece_bytes=parse_size(piece),
+        slices=slices,
         predicted_in_flight=in_flight,
         message_s=message_us / 1e6,
     )

@@ -55,9 +55,10 @@ class Disk:
         while self._waiting and self._waiting[0][0] <= now:
             _, number, nbytes = self._waiting.popleft()
             self._moving.append(_Active(number, nbytes))
-        # A hundredth of a byte is rounding.
-        done = [read.number for read in self._moving if read.left <= 0.01]
-        self._moving = [read for read in self._moving if read.left > 0.01]
+        # Less than what a nanosecond brings is rounding.
+        rounding = 1e-9 * self._rate() + 0.01
+        done = [read.number for read in self._moving if read.left <= rounding]
+        self._moving = [read for read in self._moving if read.left > rounding]
         self._foresee()
         return done
 

@@ -66,30 +66,30 @@ class Machine:
     readers: int
     reserve: int
     disk: DiskModel
-    layers: int
-    experts: int
-    expert_bytes: int
-    piece_bytes: int
+    slices: SliceMap
     predicted_in_flight: int
     message_s: float = 0.0
 
-    def slices(self) -> SliceMap:
-        """Every expert as one range of its bytes, cut as the service cuts it."""
-        piece = align_up(self.piece_bytes, BLOCK)
-        pieces = tuple(
-            Slice(
-                0,
-                at,
-                align_up(min(piece, self.expert_bytes - at), BLOCK),
-                min(piece, self.expert_bytes - at),
-                at,
-                (),
-            )
-            for at in range(0, self.expert_bytes, piece)
-        )
-        expert = ExpertSlices(pieces, (0,) * 6, align_up(self.expert_bytes, BLOCK))
-        row = (expert,) * self.experts
-        return SliceMap((Path("experts"),), (row,) * self.layers, expert.nbytes)
+    @property
+    def layers(self) -> int:
+        return len(self.slices.experts)
+
+    @property
+    def experts(self) -> int:
+        """Of one layer."""
+        return len(self.slices.experts[0])
+
+
+def plain_slices(layers: int, experts: int, expert_bytes: int, piece_bytes: int) -> SliceMap:
+    """Every expert as one range of bytes that begins at a block, cut as the service cuts it."""
+    piece = align_up(piece_bytes, BLOCK)
+    pieces = []
+    for at in range(0, expert_bytes, piece):
+        needed = min(piece, expert_bytes - at)
+        pieces.append(Slice(0, at, align_up(needed, BLOCK), needed, at, ()))
+    expert = ExpertSlices(tuple(pieces), (0,) * 6, align_up(expert_bytes, BLOCK))
+    row = (expert,) * experts
+    return SliceMap((Path("experts"),), (row,) * layers, expert.nbytes)
 
 
 class Replay:
@@ -106,7 +106,7 @@ class Replay:
         )
         self._progress = Progress.create(words_count=Progress.COUNT)
         self.residency = Residency(
-            machine.slices(),
+            machine.slices,
             self._directory,
             self._progress,
             policy,

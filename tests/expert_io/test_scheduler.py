@@ -1,0 +1,157 @@
+"""Symptoms: prefetch delays what compute waits for, reads what comes too late, or reads nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from expert_io.calibration import Calibration
+from expert_io.returns import Returns
+from expert_io.scheduler import DiskPace, ExpectedGain, Pace
+
+LAYER_S, PIECE = 0.010, 1000
+
+
+def scheduler(
+    share: float, piece_s: float, *, layer_s: float = LAYER_S, missing: bool = True
+) -> ExpectedGain:
+    """One that has seen guesses with score 1 come true in this share, layers take `layer_s`, and a
+    piece take `piece_s` alone; it stands at step 1000, layer 0, time 0."""
+    made = ExpectedGain()
+    right = 0.0
+    for step in range(Calibration.FIRST):
+        right += share
+        made.predicted((step, 0), 1, [(7, 1.0)], 1)
+        picks = [7] if right >= 1 else [8]
+        right -= right >= 1
+        made.routed(step - 1000.0, step, 0, [], missing)
+        made.routed(step - 1000.0 + layer_s, step, 1, picks, missing)
+    made.disk.read(PIECE, piece_s, 1)
+    made.predicted((1000, 0), 1, [(3, 1.0)], 1)
+    made.routed(0.0, 1000, 0, [], missing)
+    return made
+
+
+def test_a_likely_guess_is_read_while_its_layer_is_far() -> None:
+    best = scheduler(0.9, piece_s=0.005).best(0.0, PIECE, 0)
+    assert best is not None and best.key == (1, 3) and 0.8 < best.probability < 0.95
+
+
+def test_nothing_is_begun_just_before_the_routing_that_will_tell() -> None:
+    made = scheduler(0.9, piece_s=0.005)
+    assert made.best(0.5 * LAYER_S, PIECE, 0) is not None
+    assert made.best(0.98 * LAYER_S, PIECE, 0) is None
+    assert made.best(2 * LAYER_S, PIECE, 0) is None
+
+
+def test_a_guess_likelier_wrong_than_right_is_never_read() -> None:
+    assert scheduler(0.4, piece_s=0.001).best(0.0, PIECE, 0) is None
+
+
+def test_the_longer_a_piece_the_surer_a_guess_has_to_be() -> None:
+    """Wrong, it holds up the next layer's reads for 30 ms to save 10."""
+    assert scheduler(0.65, piece_s=0.04).best(0.0, PIECE, 0) is None
+    assert scheduler(0.95, piece_s=0.04).best(0.0, PIECE, 0) is not None
+
+
+def test_a_slow_disk_is_no_obstacle_where_the_next_layer_never_misses() -> None:
+    assert scheduler(0.65, piece_s=0.04, missing=False).best(0.0, PIECE, 0) is not None
+
+
+def test_a_second_read_is_not_begun_where_one_has_the_whole_disk() -> None:
+    made = scheduler(0.9, piece_s=0.005)
+    made.disk.read(PIECE, 0.010, 2)
+    assert made.best(0.0, PIECE, 1) is None
+    beside = scheduler(0.9, piece_s=0.005)
+    beside.disk.read(PIECE, 0.005, 2)
+    assert beside.best(0.0, PIECE, 1) is not None
+
+
+def test_victims_that_are_wanted_back_make_it_careful() -> None:
+    made = scheduler(0.6, piece_s=0.008, missing=False)
+    assert made.best(0.0, PIECE, 0) is not None
+    for n in range(100):
+        made.returns.evicted(50, (0, n))
+        made.returns.wrong((1, n))
+        made.returns.picked((0, n))
+    made.returns.evicted(50)
+    assert made.returns.regret > 0.9
+    assert made.gain(0.0, next(iter(made._guesses.values())), PIECE, 0, evicts=True) < made.gain(
+        0.0, next(iter(made._guesses.values())), PIECE, 0, evicts=False
+    )
+
+
+def test_a_guess_ends_with_its_layer() -> None:
+    made = scheduler(0.9, piece_s=0.005)
+    assert made.promising == 1
+    assert made.routed(LAYER_S, 1000, 1, [3], False) == 1
+    assert not made.promising and made.best(LAYER_S, PIECE, 0) is None
+
+
+def test_what_a_nearer_layer_says_replaces_what_a_farther_one_said() -> None:
+    made = scheduler(0.9, piece_s=0.005)
+    made.predicted((1000, 0), 2, [(5, 1.0)], 1)
+    made.predicted((1000, 1), 2, [(6, 1.0)], 1)
+    made.taken((1, 3))
+    best = made.best(0.0, PIECE, 0)
+    assert best is not None and best.key == (2, 6)
+
+
+def test_the_next_routing_is_counted_from_the_last_landing_where_compute_waited() -> None:
+    pace = Pace()
+    for step in range(5):
+        begin = 100.0 * step
+        pace.routed(begin, 0)
+        pace.landed(begin + 50)
+        pace.routed(begin + 53, 1)
+        pace.routed(begin + 57, 2)
+    assert pace.until(457.0) == pytest.approx(4, abs=0.5)
+    pace.landed(470.0)
+    assert pace.until(470.0) == pytest.approx(3, abs=0.5)
+    assert pace.until(470.0, 4) == pytest.approx(7, abs=0.7)
+
+
+def test_a_pause_between_answers_does_not_count_as_a_layer() -> None:
+    pace = Pace()
+    pace.routed(0.0, 0)
+    pace.routed(1.0, 1)
+    pace.routed(500.0, 0)
+    assert pace.until(500.0) == pytest.approx(1.0)
+
+
+def test_what_one_more_read_brings_is_measured() -> None:
+    shares, owns = DiskPace(), DiskPace()
+    for beside in (1, 2, 4):
+        shares.read(PIECE, 0.001 * beside, beside)
+        owns.read(PIECE, 0.004, beside)
+    assert shares.adds(0) == owns.adds(0) == 1.0
+    assert shares.adds(1) == pytest.approx(0.0) and owns.adds(1) == pytest.approx(1.0)
+    assert owns.seconds(2 * PIECE, 2) == pytest.approx(0.008)
+
+
+def test_a_disk_seen_only_under_load_is_tried_alone() -> None:
+    disk = DiskPace()
+    disk.read(PIECE, 0.004, 4)
+    assert disk.seconds(PIECE, 1) == pytest.approx(0.001)
+
+
+def test_a_victim_is_missed_only_if_it_comes_before_the_guess() -> None:
+    def regret(first: tuple[int, int]) -> float:
+        returns = Returns()
+        for _ in range(60):
+            returns.evicted(100, (0, 1))
+            returns.wrong((2, 2))
+            returns.picked(first)
+            returns.picked((0, 1))
+            returns.picked((2, 2))
+        return returns.regret
+
+    assert regret((0, 1)) > 0.9 and regret((2, 2)) == 0.0
+
+
+def test_pairs_nobody_wants_are_forgotten() -> None:
+    returns = Returns()
+    for n in range(500):
+        returns.evicted(20, (0, n))
+        returns.wrong((1, n))
+    assert len(returns._pairs) <= 20 and len(returns._victims) <= 20
+    assert returns.regret == 0.0
