@@ -13,7 +13,7 @@ import sys
 
 def main() -> None:
     """Run the command line; never returns."""
-    _open_standard_streams()
+    open_standard_streams()
     try:
         from launch.cli import main as run
     except KeyboardInterrupt:
@@ -21,7 +21,7 @@ def main() -> None:
     run()
 
 
-def _open_standard_streams() -> None:
+def open_standard_streams() -> None:
     """Where the caller closed one (`2>&-`), the next file opened would take its number, and with it
     whatever is printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -33,6 +33,9 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a terminal's alphabet lacks is shown as a question mark.
+        sys.stdout.reconfigure(errors="replace")
     sys.stderr = _StandardError(
         open(2, "wb", closefd=False),  # noqa: SIM115
         sys.stderr.encoding,

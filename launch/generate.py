@@ -156,7 +156,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{prompt_file}: cannot be read as UTF-8 text ({error})") from None
     else:
-        text = sys.stdin.read()
+        text = _standard_input()
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -164,6 +164,13 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if not text.strip():
         raise UsageError("the prompt is empty; give --prompt, --prompt-file or standard input")
     return text
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8 text ({error.reason})") from None
 
 
 def _parse_ids(text: str) -> list[int]:

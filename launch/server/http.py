@@ -67,9 +67,10 @@ def _listen(options: ServerOptions) -> socket.socket:
         listening = socket.socket(family, kind)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no host name"
         raise ResourceError(
-            f"cannot listen on {options.host} port {options.port} ({error.strerror}); "
+            f"cannot listen on {options.host} port {options.port} ({reason}); "
             "choose another with --host and --port"
         ) from None
     listening.setblocking(False)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Protocol
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import HTML
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.patch_stdout import patch_stdout
 
@@ -23,10 +26,28 @@ class Lines(Protocol):
 
 
 class PipedLines:
-    """One message a line of standard input."""
+    """One message a line of standard input; what is not UTF-8 in it becomes U+FFFD."""
+
+    def __init__(self) -> None:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
     async def next(self) -> str:
-        line: str = await asyncio.to_thread(sys.stdin.readline)
+        loop = asyncio.get_running_loop()
+        coming: asyncio.Future[str] = loop.create_future()
+
+        def take(line: str) -> None:
+            if not coming.done():
+                coming.set_result(line)
+
+        def read() -> None:
+            line = sys.stdin.readline()
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(take, line)
+
+        # The loop's own threads are waited for at its end, and a pipe may stay silent for ever.
+        threading.Thread(target=read, daemon=True, name="standard input").start()
+        line = await coming
         if not line:
             raise EOFError
         return line.rstrip("\n")
@@ -41,7 +62,7 @@ class EditedLines:
             prompt_continuation="  ",
             multiline=True,
             key_bindings=_bindings(),
-            history=FileHistory(str(history_file())),
+            history=chat_history(),
             completer=WordCompleter(commands, sentence=True),
             complete_while_typing=False,
         )
@@ -51,6 +72,14 @@ class EditedLines:
         with patch_stdout(raw=True):
             text: str = await self._session.prompt_async()
             return text
+
+
+def chat_history() -> History:
+    """What was written before, and is kept where that can be."""
+    try:
+        return FileHistory(str(history_file()))
+    except OSError:
+        return InMemoryHistory()  # a home that cannot be written
 
 
 def history_file() -> Path:

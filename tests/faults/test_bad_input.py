@@ -366,6 +366,19 @@ def test_a_standard_stream_that_cannot_be_used_crashes(redirection: str, code: i
     assert [line.split(": ")[0] for line in ended.stderr.splitlines()] == ["headrace"] * (code > 0)
 
 
+def test_a_letter_that_the_terminal_lacks_is_an_internal_error() -> None:
+    said = "from launch.entry import open_standard_streams as o; o(); print('caf\\u00e9')"
+    ended = subprocess.run(
+        [sys.executable, "-c", said],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == (b"caf?\n", b"")
+
+
 def test_a_prompt_that_is_not_utf_8_is_an_internal_error(tmp_path: Path) -> None:
     refusal = refuse(tmp_path, damage.MINI, "--prompt", "\udcff")
     assert (refusal.code, refusal.started) == (2, False) and "UTF-8" in refusal.line

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 
 from launch.chat import parse_effort
 from launch.chat_format.conversation import Message
 from launch.terminal.dialogue import Dialogue
+from launch.terminal.input import PipedLines, chat_history
 from launch.terminal.live_markdown import split_finished
 from protocol.errors import UsageError
 from tests.golden.cases import MINI
@@ -69,6 +76,54 @@ def test_a_pipe_is_answered_line_by_line(tmp_path: Path) -> None:
     messages = json.loads(saved.read_text())["messages"]
     assert messages[1]["content"] and messages[3]["reasoning_content"]
     assert "\x1b" not in result.stdout, "no colours without a terminal"
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The writing end of what is standard input now."""
+    receiving, sending = os.pipe()
+    with open(receiving, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield sending
+        # A second closing, where a test has closed it, is harmless here and only here.
+        with contextlib.suppress(OSError):
+            os.close(sending)
+
+
+def test_a_silent_pipe_holds_up_the_end(pipe: int) -> None:
+    async def interrupted() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await PipedLines().next()
+
+    # Lets a run that does wait for the pipe end, and fail.
+    relief = threading.Timer(10.0, os.close, (pipe,))
+    relief.start()
+    begin = time.monotonic()
+    asyncio.run(interrupted())
+    relief.cancel()
+    assert time.monotonic() - begin < 5.0
+
+
+def test_a_line_that_is_not_utf_8_ends_the_chat(pipe: int) -> None:
+    os.write(pipe, b"a\xffb\n")
+    os.close(pipe)
+
+    async def lines() -> str:
+        reader = PipedLines()
+        first = await reader.next()
+        with pytest.raises(EOFError):
+            await reader.next()
+        return first
+
+    assert asyncio.run(lines()) == "a\ufffdb"
+
+
+def test_a_home_that_cannot_be_written_is_needed_for_a_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nothing")
+    assert isinstance(chat_history(), InMemoryHistory)
 
 
 def test_a_dialogue_comes_back_from_its_file(tmp_path: Path) -> None:
