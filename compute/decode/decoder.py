@@ -50,6 +50,7 @@ class Decoder:
         self._inputs = self._on_host(buffers.inputs)
         self._table = self._on_host(buffers.table)
         self._routed = self._on_host(buffers.routed)
+        self._stream: torch.cuda.Stream | None = None
         self.waits = 0
         self.waited_s = 0.0
         self._segments = [self._segment(layer) for layer in range(self._layers + 1)]
@@ -67,6 +68,8 @@ class Decoder:
             raise
 
     def _run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        # Asked for once: it is what a layer's wait for its picks would begin with.
+        self._stream = torch.cuda.current_stream() if self._pinned else None
         self.step.bind(state)
         self._inputs.numpy()[:] = token, state.length
         self._fetch_rows(0, ticket)
@@ -130,7 +133,8 @@ class Decoder:
         """What the segment just launched has routed; waits for the device."""
         if self._pinned:
             begin = time.perf_counter()
-            torch.cuda.current_stream().synchronize()
+            assert self._stream is not None
+            self._stream.synchronize()
             self.waited_s += time.perf_counter() - begin
             self.waits += 1
         return self._routed.numpy()

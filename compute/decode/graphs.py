@@ -34,12 +34,17 @@ class Eager:
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
+    launch: Launch
     baked: object
+
+    def serves(self, launch: Launch, baked: object) -> bool:
+        return self.launch is launch and self.baked == baked
 
 
 class Graphs:
     """A segment runs eagerly at first, which compiles and loads its kernels; then it is captured.
 
+    A graph serves the `launch` it was captured from and no other: host buffers are baked in too.
     `baked` tells all that a capture of now would bake in. `captures` counts them.
     """
 
@@ -64,14 +69,14 @@ class Graphs:
     def _replay(self, segment: int, launch: Launch) -> None:
         baked = self._baked()
         captured = self._captured.get(segment)
-        if captured is None or captured.baked != baked:
+        if captured is None or not captured.serves(launch, baked):
             try:
                 graph = self._capture(launch)
             except RuntimeError as error:
                 self._give_up(error)
                 launch()
                 return
-            captured = self._captured[segment] = _Captured(graph, baked)
+            captured = self._captured[segment] = _Captured(graph, launch, baked)
         captured.graph.replay()
 
     def _capture(self, launch: Launch) -> torch.cuda.CUDAGraph:

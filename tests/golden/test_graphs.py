@@ -56,6 +56,28 @@ def test_rows_that_moved_are_read_where_they_lay() -> None:
     assert captures > config().num_hidden_layers + 1
 
 
+def test_another_decoder_over_the_same_graphs_has_its_own_inputs() -> None:
+    """Its host buffers are others than those that were baked in."""
+    tokens, length = tokens_of("mini_len016")
+    answers = []
+    for shared in (False, True):
+        mini = Mini(reference_index_keys=False)
+        step = mini_step(reference_index_keys=False)
+        runner = Graphs(DEVICE, step.baked)
+        state = SequenceState(config(), DEVICE, 100)
+        mini.run(tokens, state, 0, length, every=False)
+        decoder = mini_decoder(mini.engram, step=step, runner=runner)
+        rows = []
+        for at in range(length, length + 8):
+            if shared and at == length + 4:
+                decoder = mini_decoder(mini.engram, step=step, runner=runner)
+            ticket = request(mini.engram, tokens, at)
+            rows.append(decoder.forward(tokens[at], state, ticket))
+            mini.engram.done(ticket)
+        answers.append(torch.stack(rows))
+    assert torch.equal(*answers)
+
+
 class PinnedExperts:
     """Every expert of the mini checkpoint in pinned memory, as an arena would hold them."""
 
