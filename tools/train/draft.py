@@ -6,6 +6,8 @@ embedding and head, so it changes nothing in the backbone. A anchors a sequence,
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,9 +65,14 @@ class Draft(nn.Module):
             DraftBlock(config, number) for number in range(config.num_nextn_predict_layers)
         )
 
+    @property
+    def blocks(self) -> list[DraftBlock]:
+        """The draft blocks under their own type."""
+        return cast("list[DraftBlock]", list(self.mtp))
+
     def moes(self) -> list[Moe]:
         """Every block's experts, for balancing."""
-        return [block.ffn for block in self.mtp]
+        return [block.ffn for block in self.blocks]
 
     def forward(
         self, backbone: Model, done: Pass, tokens: torch.Tensor, anchors: torch.Tensor
@@ -92,7 +99,7 @@ class Draft(nn.Module):
         streams = F.embedding(inputs.flatten(), embedding)[:, None].repeat(1, c.hc_mult, 1)
         pre = first_mix(streams)
         main = self._main(done)
-        for block in self.mtp:
+        for block in self.blocks:
             x, own_pre, post, comb = block.enter(streams, pre, "attn")
             y = attend(block.attn, x.view(*inputs.shape, -1), main, anchors, positions)
             streams = leave(y.flatten(0, 2), streams, post, comb)
@@ -100,7 +107,7 @@ class Draft(nn.Module):
         return self._heads(backbone, collapse(streams, pre), before)
 
     def _main(self, done: Pass) -> torch.Tensor:
-        first = self.mtp[0]
+        first = self.blocks[0]
         return _project_main(
             torch.cat(done.targets, -1), first.main_proj.weight, first.main_norm.weight,
             self.config.rms_norm_eps,
@@ -109,7 +116,7 @@ class Draft(nn.Module):
     def _heads(
         self, backbone: Model, collapsed: torch.Tensor, before: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        last = self.mtp[-1]
+        last = self.blocks[-1]
         return _heads(
             collapsed.view(*before.shape, -1), before, last.norm.weight,
             backbone.head.weight.detach(), last.markov_head.embed.weight,

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from engram_io.token_map import read_tokenizer
 from tools.train import tokens
+from tools.train.dense import Dense
 from tools.train.model import Model, losses
 from tools.train.tokenizer import bytes_per_id
 
@@ -26,7 +26,7 @@ SEQUENCES = {"cuda": 32, "cpu": 8}
 
 
 @torch.no_grad()
-def _nats(model: nn.Module, pieces: npt.NDArray[np.int64]) -> tuple[float, list[torch.Tensor]]:
+def _nats(model: Model | Dense, pieces: npt.NDArray[np.int64]) -> tuple[float, list[torch.Tensor]]:
     """Loss in nats over all tokens, and of a `Model` each batch's expert loads [layers, E]."""
     device = next(model.parameters()).device
     model.eval()
@@ -44,7 +44,7 @@ def _nats(model: nn.Module, pieces: npt.NDArray[np.int64]) -> tuple[float, list[
 
 
 def bits_per_byte(
-    model: nn.Module, data: Path, length: int, most_pieces: int | None = None
+    model: Model | Dense, data: Path, length: int, most_pieces: int | None = None
 ) -> dict[str, Any]:
     """`bits_per_byte`, `nats_per_token` and how much text; the expert shares of a `Model` too."""
     config = model.config

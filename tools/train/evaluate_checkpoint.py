@@ -60,7 +60,7 @@ def main(
     load_masters(checkpoint, config, model)
     in_training = bits_per_byte(model, data, LENGTH, pieces)
     picks, inputs = join([trace for _, trace in done])
-    gates = [block.ffn.gate for block in model.layers]
+    gates = [block.ffn.gate for block in model.blocks]
     report = {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "torch": torch.__version__,

@@ -7,6 +7,7 @@ tokens; streams are [B * S, hc, H] bf16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +117,7 @@ class Model(nn.Module):
         streams = streams.expand(-1, c.hc_mult, -1).contiguous()
         pre = first_mix(streams)
         shared, targets = Shared(), []
-        for number, block in enumerate(self.layers):
+        for number, block in enumerate(self.blocks):
             if rows is not None and number in c.engram_layer_ids:
                 streams = block.engram(streams, rows[c.engram_layer_ids.index(number)])
             if number in c.dspark_target_layer_ids:
@@ -144,9 +145,14 @@ class Model(nn.Module):
         streams = leave(y.flatten(0, 1), streams, post, comb)
         return block.experts(streams, own_pre, trace)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers under their own type."""
+        return cast("list[Block]", list(self.layers))
+
     def moes(self) -> list[Moe]:
         """Every layer's experts, for balancing."""
-        return [block.ffn for block in self.layers]
+        return [block.ffn for block in self.blocks]
 
 
 def first_mix(streams: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ def _through(x: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) 
     """`rounding(x)` in bf16 with the gradient of `x` itself."""
     with torch.no_grad():
         rounded = rounding(x.detach()).to(torch.bfloat16)
-    return _StraightThrough.apply(x.to(torch.bfloat16), rounded)
+    through: torch.Tensor = _StraightThrough.apply(x.to(torch.bfloat16), rounded)  # type: ignore[no-untyped-call]
+    return through
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:

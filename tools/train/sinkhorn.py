@@ -69,7 +69,8 @@ class _Sinkhorn(torch.autograd.Function):
 
 def sinkhorn(cells: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
     """`forward` with a gradient; `cells` fp32 [T, hc, hc], all above 0."""
-    return _Sinkhorn.apply(cells.contiguous(), rounds, eps)
+    out: torch.Tensor = _Sinkhorn.apply(cells.contiguous(), rounds, eps)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _grid(cells: torch.Tensor) -> tuple[int]:

@@ -98,7 +98,7 @@ def bytes_per_id(tokenizer: Tokenizer) -> list[int]:
     special = {BOS, EOS, PAD, *LAST_IDS}
     pieces = (tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size()))
     # In the byte-level alphabet one character is one byte.
-    return [0 if piece in special else len(piece) for piece in pieces]
+    return [0 if piece is None or piece in special else len(piece) for piece in pieces]
 
 
 def _special(token: str) -> AddedToken:

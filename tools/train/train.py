@@ -16,7 +16,6 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from torch import nn
 
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
@@ -49,7 +48,7 @@ class Run:
     def __init__(self, kind: str, config: ModelConfig, data: Path, device: torch.device) -> None:
         self.config, self.device = config, device
         self.draft: Draft | None = None
-        self.model: nn.Module
+        self.model: Model | Dense
         if kind == "dense":
             self.model = Dense(config).to(device)
         else:
