@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from launch.simulate.replay import LayerPass, Said
 from protocol.errors import UsageError
-from protocol.route_trace import RouteTrace, Step
+from protocol.route_trace import MOE, RouteTrace, Step
 
 OFF, ORACLE = "off", "oracle"
 ORACLE_DISTANCES = (1, 2, 3)
@@ -31,6 +32,12 @@ class Times:
         total = recorded.sum(1, keepdims=True)
         shares = np.where(total > 0, recorded / np.where(total > 0, total, 1.0), self.BEFORE)
         return shares * self.layer_s
+
+
+class _Predictor(NamedTuple):
+    place: int
+    distance: int
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +72,30 @@ class Foretold:
                     float(seconds[layer, 0]),
                     float(seconds[layer, 1]),
                     picks[layer],
-                    self._said(step, layer, picks, predictors),
+                    self._said(step, layer, picks, [p for p in predictors if p.source == MOE]),
                     step.tokens,
+                    self._said_first(step, layer, picks, predictors),
                 )
 
-    def _said_by(self, trace: RouteTrace) -> list[tuple[int, int]]:
-        """(index in the trace, distance) of each predictor, the nearest last: it has seen most."""
+    def _said_first(
+        self,
+        step: Step,
+        layer: int,
+        picks: Sequence[Sequence[int]],
+        predictors: Sequence[_Predictor],
+    ) -> list[Said]:
+        """What is known before `layer`'s attention."""
+        stream = [predictor for predictor in predictors if predictor.source != MOE]
+        return self._said(step, layer - 1, picks, stream) if stream and layer else []
+
+    def _said_by(self, trace: RouteTrace) -> list[_Predictor]:
+        """The nearest last: it has seen most."""
         if self.name == OFF or self.name.startswith(ORACLE):
             return []
-        known = {p.name: (i, p.distance) for i, p in enumerate(trace.header.predictors)}
+        known = {
+            p.name: _Predictor(i, p.distance, p.source)
+            for i, p in enumerate(trace.header.predictors)
+        }
         missing = [name for name in self.name.split("+") if name not in known]
         if missing:
             raise UsageError(
@@ -81,22 +103,23 @@ class Foretold:
                 f"there are {', '.join(known) or 'none'}, {OFF} and {ORACLE}"
             )
         chosen = [known[name] for name in self.name.split("+")]
-        return sorted(chosen, key=lambda item: -item[1])
+        return sorted(chosen, key=lambda predictor: -predictor.distance)
 
     def _said(
         self,
         step: Step,
         layer: int,
         picks: Sequence[Sequence[int]],
-        predictors: Sequence[tuple[int, int]],
+        predictors: Sequence[_Predictor],
     ) -> list[Said]:
+        """What is known once `layer` is routed; of the stream, once it is over."""
         if self.name.startswith(ORACLE):
             _, _, only = self.name.partition(":")
             distances = ORACLE_DISTANCES[: int(only or len(ORACLE_DISTANCES))]
             those = [layer + distance for distance in reversed(distances)]
             return [Said(a, picks[a], [1.0] * len(picks[a])) for a in those if a < len(picks)]
         said = []
-        for index, distance in predictors:
+        for index, distance, _ in predictors:
             ahead = layer + distance
             if ahead < len(picks) and not np.isnan(step.scores[index, ahead, 0]):
                 said.append(

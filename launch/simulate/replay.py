@@ -46,7 +46,7 @@ NOTHING = Said(-1, (), ())
 class LayerPass:
     """One layer in one pass: compute needs `before` seconds up to its routing, `after` from there
     on with every expert here; it picks `picks` (distinct, ascending) for `tokens` tokens and says
-    `said`."""
+    `said`. `said_first` is known before its attention."""
 
     step: int
     layer: int
@@ -55,6 +55,7 @@ class LayerPass:
     picks: Sequence[int]
     said: Sequence[Said]
     tokens: int = 1
+    said_first: Sequence[Said] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Replay:
         self._messages: list[tuple[float, int, Callable[[], None]]] = []
         self._sent = 0
         self._looking = False
+        self._last: LayerPass | None = None
         self._most_demanded = max(1, machine.slots // 2)
         self._demand = 0
         self._open: deque[tuple[int, set[int]]] = deque()
@@ -135,6 +137,10 @@ class Replay:
 
     def layer(self, at: LayerPass) -> None:
         """Compute goes through one layer."""
+        before, self._last = self._last, at
+        if before is not None:
+            for said in at.said_first:
+                self._send(partial(self._hint, before, said))
         self._compute(at.before)
         for said in at.said or (NOTHING,):
             self._send(partial(self._hint, at, said))
