@@ -80,6 +80,9 @@ def spawn_child(
     # The child must run this code, also where it is used from a clone and not installed.
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
+    # Ctrl-C goes to all at a terminal. A child ignores it as soon as its modules are loaded; until
+    # then it would end with a traceback. It inherits the mask and keeps it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(receiving), str(os.getpid())],
@@ -95,12 +98,20 @@ def spawn_child(
         os.close(sending)
         raise
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(receiving)
-    child = Child(name, incarnation, process, os.pidfd_open(process.pid), sending)
-    child._listener = threading.Thread(
-        target=_listen, args=(child, on_line), daemon=True, name=f"{name}-stderr"
-    )
-    child._listener.start()
+    try:
+        child = Child(name, incarnation, process, os.pidfd_open(process.pid), sending)
+        child._listener = threading.Thread(
+            target=_listen, args=(child, on_line), daemon=True, name=f"{name}-stderr"
+        )
+        child._listener.start()
+    except BaseException:
+        # Too many open files or threads: nobody would watch it.
+        process.kill()
+        process.wait()
+        os.close(sending)
+        raise
     _send_spec(child, frame)
     return child
 

@@ -1,7 +1,8 @@
 """Running a process group for a person at a terminal: progress while it starts, signals, log lines.
 
-Promises: Ctrl-C and SIGTERM end everything within two seconds with exit code 130 or 143; what
-children say on stderr is shown under their name; colours and moving lines only on a terminal.
+Promises: Ctrl-C, SIGTERM and a closed terminal end everything within two seconds with exit code
+130, 143 or 129; what children say on stderr is shown under their name; colours and moving lines only
+on a terminal.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def run_foreground(main: Callable[[], Awaitable[None]]) -> None:
             received.append(number)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has a closed terminal ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, on_signal, number)
         await main()
 
     try:

@@ -3,6 +3,7 @@ names; orphans of a killed supervisor; two instances in each other's way. All as
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.ipc.running_group import END_S, MINI, MINIMUM_SLOTS, PATIENCE_S, Command, killed
+from launch.child import spawn_child
+from protocol.messages import Stop
+from tests.ipc.running_group import (
+    END_S,
+    MINI,
+    MINIMUM_SLOTS,
+    PATIENCE_S,
+    Command,
+    children_of,
+    killed,
+)
 
 LONG_PROMPT = ",".join(str(3 + i % 490) for i in range(300))
 ENDLESS = ("--prompt-ids", "0,5,6,7", "--max-tokens", "30000", "--ignore-eos")
@@ -77,6 +88,38 @@ def test_an_interrupt_takes_long_or_leaves_something(
         code, took = command.end()
         assert (code, took < END_S) == (128 + number, True), (code, took)
         assert command.said() == []
+        command.nothing_left()
+
+
+def test_an_interrupt_while_children_load_their_modules_prints_tracebacks() -> None:
+    with generate(*ENDLESS) as command:
+        # Compute, which loads torch, is far from that.
+        command.await_line("reader-0: ready")
+        os.killpg(command.process.pid, signal.SIGINT)
+        code, took = command.end()
+        assert (code, took < END_S) == (130, True), (code, took)
+        assert not [line for line in command.lines if "KeyboardInterrupt" in line]
+        assert list(command.runtime.iterdir()) == []
+
+
+def test_a_child_that_cannot_be_watched_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", too_many)
+    before = children_of(os.getpid())
+    with pytest.raises(OSError, match="Too many"):
+        spawn_child("expert_io.reader", Stop(), (), "reader-0")
+    assert children_of(os.getpid()) == before
+
+
+def test_a_closed_terminal_leaves_something() -> None:
+    with generate(*ENDLESS) as command:
+        in_start(command)
+        command.look()
+        command.process.send_signal(signal.SIGHUP)
+        code, took = command.end()
+        assert (code, took < END_S) == (128 + signal.SIGHUP, True), (code, took)
         command.nothing_left()
 
 
