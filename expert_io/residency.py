@@ -69,6 +69,7 @@ class Residency:
         self._protected: dict[Key, int] = {}  # how many open demands name a key
         self._resident = 0
         self._step = 0
+        self._landed_guesses = 0  # since the reserve was last made whole
         self._routed: set[Key] = set()  # the picks of the last hint
         self._last_routing: tuple[int, ...] = ()
         # The last hint's picks miss, and their demand, which comes next, has not come yet.
@@ -164,10 +165,12 @@ class Residency:
 
     def refill(self) -> None:
         """Make the reserve whole again. Called once orders are out, which need not wait for it."""
-        # Slots for guesses are freed ahead of them: their window is shorter than compute's epoch.
-        ahead = min(self._predicted_in_flight, self._scheduler.promising)
-        self._evict_down_to(self._reserve, for_prediction=False)
-        self._evict_down_to(self._reserve + ahead, for_prediction=True)
+        # A guess in flight borrows from the reserve: right, it is one of the misses the reserve
+        # is for; wrong, it gives its slot back unless it has landed.
+        borrowed = self.queue.predictions_begun
+        self._evict_down_to(self._reserve - borrowed - self._landed_guesses, for_prediction=False)
+        self._evict_down_to(self._reserve - borrowed, for_prediction=True)
+        self._landed_guesses = 0
 
     def done(self, number: int, reader: int, seconds: float = 0.0, now: float = 0.0) -> Outcome:
         """The piece of this order is in its slot; the reader took `seconds` for it."""
@@ -274,8 +277,6 @@ class Residency:
             if read is None:
                 self._demand_due = True
             elif not read.given_up:
-                if read.lane == PREDICTED:
-                    self._scheduler.returns.came_true()
                 self.queue.promote(read)
 
     def _picked(self, key: Key) -> None:
@@ -334,6 +335,8 @@ class Residency:
         """Give `read` a slot if its lane may take one now."""
         lane = read.lane
         spare = 0 if lane == URGENT else self._reserve
+        if lane == PREDICTED:
+            spare = max(0, spare - self._predicted_in_flight)
         if self.slots.free <= spare and lane != BACKGROUND:
             self._evict_down_to(spare + 1, for_prediction=lane == PREDICTED)
             # An epoch that has passed already frees the victim's slot at once.
@@ -389,6 +392,7 @@ class Residency:
         self._resident += 1
         if read.origin == PREDICTED and not read.demands:
             self._unused[read.key] = read.due
+            self._landed_guesses += 1
         outcome.landed = [(demand, read.key[1]) for demand in sorted(read.demands)]
         return outcome
 

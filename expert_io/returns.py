@@ -29,7 +29,6 @@ class Returns:
         # How much more often the victim was picked first, of all wrong guesses; -1 to 1.
         self._balance = 0.0
         self._victims: dict[Key, int] = {}  # evicted for a prediction, at which eviction
-        # Slots are freed ahead of guesses, and some of them go to others.
         self._unpaired: deque[Key] = deque(maxlen=MOST_UNPAIRED)
         self._pairs: list[_Pair] = []
         self._evictions = 0
@@ -51,14 +50,12 @@ class Returns:
             self._settle(pair, 0.0)
 
     def came_true(self) -> None:
-        """A guess that took a slot was picked: its victim would have had to go anyway."""
+        """A landed guess was picked: its victim would have had to go anyway."""
         if self._unpaired:
             self._unpaired.popleft()
 
     def cancelled(self) -> None:
-        """A wrong guess gave its slot back before it was whole."""
-        if self._unpaired:
-            self._unpaired.popleft()
+        """A wrong guess gave its slot back before it was whole; nothing had to go for it."""
         self._count(0.0)
 
     def wrong(self, guess: Key) -> None:
