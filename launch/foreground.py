@@ -1,8 +1,8 @@
 """Running a process group for a person at a terminal: progress while it starts, signals, log lines.
 
 Promises: Ctrl-C, SIGTERM and a closed terminal end everything within two seconds with exit code
-130, 143 or 129; what children say on stderr is shown under their name; colours and moving lines only
-on a terminal.
+130, 143 or 129; what children say on stderr is shown under their name; colours and moving lines
+only on a terminal.
 """
 
 from __future__ import annotations
