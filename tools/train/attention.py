@@ -103,13 +103,16 @@ class Attention(nn.Module):
         if hasattr(self, "indexer"):
             scores = self._choose(x, qr, angles, shared)
             shared.index_losses.append(_imitation(scores, q.detach(), shared.kv.detach()))
+        assert shared.chosen is not None
         out = _attend(
             q, kv, shared.kv, shared.chosen, self.attn_sink, angles.cos, angles.sin,
             c.sliding_window, c.head_dim**-0.5,
         )  # fmt: skip
         return self.output(out)
 
-    def projections(self) -> tuple[torch.Tensor, ...]:
+    def projections(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """wq_a, q_norm, wq_b, wkv, kv_norm as `queries` takes them."""
         return (
             self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight,
@@ -137,11 +140,13 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Scores [B, S, R]; sets `shared.chosen` and, at their source, the candidates."""
         c, indexer = self.config, self.indexer
+        assert shared.index_keys is not None
         scores = _index_scores(
             qr.detach(), x.detach(), indexer.wq_b.weight, indexer.weights_proj.weight,
             shared.index_keys, angles.cos, angles.sin, c.index_n_heads, self.ratio,
         )  # fmt: skip
         if self.layer > c.candidate_source_layer_id:
+            assert shared.candidates is not None
             scores = scores.masked_fill(~shared.candidates, NEVER)
         with torch.no_grad():
             shared.chosen = choose_rows(scores, c.index_topk)
@@ -256,7 +261,7 @@ def _index_scores(
     weights = bf16_linear(x, weights_proj).float() * (width * heads) ** -0.5
     dots = torch.bmm(q.reshape(batch, length * heads, width), keys.transpose(1, 2))
     dots = dots.unflatten(1, (length, heads)).float()
-    scores = (torch.relu(dots) * weights.unsqueeze(-1)).sum(2)
+    scores: torch.Tensor = (torch.relu(dots) * weights.unsqueeze(-1)).sum(2)
     return scores.masked_fill(~_visible(length, keys.shape[1], ratio, x.device), NEVER)
 
 

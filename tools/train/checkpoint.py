@@ -27,7 +27,7 @@ def masters(*modules: nn.Module) -> dict[str, torch.Tensor]:
     layer's."""
     found: dict[str, torch.Tensor] = {}
     for module in modules:
-        state = dict(module.named_parameters())
+        state: dict[str, torch.Tensor] = dict(module.named_parameters())
         state.update((n, b) for n, b in module.named_buffers() if n.endswith("gate.bias"))
         for name, tensor in state.items():
             found.update(_checkpoint_names(name, tensor.detach()))
@@ -48,7 +48,8 @@ def load_masters(directory: Path, config: ModelConfig, *modules: nn.Module) -> N
 def stored_tensor(shards: Shards, name: str) -> torch.Tensor:
     """A tensor as it lies on disk."""
     with safe_open(shards.tensors[name].path, "pt") as file:
-        return file.get_tensor(name)
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
 
 def store(config: ModelConfig, *modules: nn.Module) -> Stored:

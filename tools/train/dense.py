@@ -5,6 +5,8 @@ Owns the yardstick only. Nothing in it is rounded to fp8 or fp4, which favours i
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -80,7 +82,7 @@ class Dense(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         turn = positions[:, None] * THETA ** (-steps / half)
         x = F.embedding(tokens, self.embed.weight.to(torch.bfloat16))
-        for block in self.layers:
+        for block in cast("list[DenseBlock]", list(self.layers)):
             x = _layer(
                 x, turn.cos(), turn.sin(), block.attn_norm.weight, block.qkv.weight,
                 block.out.weight, block.ffn_norm.weight, block.gate_up.weight, block.down.weight,

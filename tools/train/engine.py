@@ -6,6 +6,7 @@ routes and MoE inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class ResidentEngram:
             for layer in config.engram_layer_ids
         ]
 
-    def request(self, start: int, tokens: list[int], history: list[int]) -> int:
+    def request(self, start: int, tokens: Sequence[int], history: Sequence[int]) -> int:
         """See `EngramSource`."""
         self._next += 1
         if self._ngrams is not None:

@@ -84,4 +84,5 @@ def _add(
     dot = dot * torch.rsqrt(wide.square().mean(-1) + eps)
     dot = dot * torch.rsqrt(keys.square().mean(-1) + eps)
     gate = torch.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp_min(1e-6)))
-    return (wide + gate[..., None] * value).to(torch.bfloat16)
+    added: torch.Tensor = wide + gate[..., None] * value
+    return added.to(torch.bfloat16)

@@ -51,7 +51,9 @@ def mixes(
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """bf16 [T, H]: the streams mixed by `pre`."""
-    total = sum(pre[:, i, None] * streams[:, i].float() for i in range(streams.shape[1]))
+    total = torch.zeros_like(streams[:, 0], dtype=torch.float32)
+    for i in range(streams.shape[1]):
+        total = total + pre[:, i, None] * streams[:, i].float()
     return total.to(torch.bfloat16)
 
 

@@ -131,7 +131,7 @@ def scatter(x: torch.Tensor, gate: torch.Tensor, run: int) -> torch.Tensor:
     """
     logits = F.linear(x.float(), rounding.stored_bf16(gate).float())
     runs = logits.unflatten(0, (-1, run))
-    within = (runs - runs.mean(1, keepdim=True)).square().mean()
+    within: torch.Tensor = (runs - runs.mean(1, keepdim=True)).square().mean()
     return within / ((logits - logits.mean(0)).square().mean() + 1e-12)
 
 
@@ -193,6 +193,24 @@ class _Combine(torch.autograd.Function):
         return _gather(grads[0], pick_of_slot), None, None
 
 
+def _dispatch(
+    x: torch.Tensor, slot_of_pick: torch.Tensor, pick_of_slot: torch.Tensor, picks: int
+) -> torch.Tensor:
+    out: torch.Tensor = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        x, slot_of_pick, pick_of_slot, picks
+    )
+    return out
+
+
+def _combine(
+    y: torch.Tensor, slot_of_pick: torch.Tensor, pick_of_slot: torch.Tensor
+) -> torch.Tensor:
+    out: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+        y, slot_of_pick, pick_of_slot
+    )
+    return out
+
+
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of `x`; zeros for index len(x)."""
     inside = index < len(x)
@@ -220,14 +238,14 @@ def _experts(
 ) -> torch.Tensor:
     picks = weights.shape[-1]
     rounded = rounding.activation(x)
-    slots = _Dispatch.apply(rounded, slot_of_pick, pick_of_slot, picks).unflatten(0, (len(w1), -1))
+    slots = _dispatch(rounded, slot_of_pick, pick_of_slot, picks).unflatten(0, (len(w1), -1))
     g = torch.bmm(slots, rounding.fp4_weight(w1).transpose(1, 2))
     u = torch.bmm(slots, rounding.fp4_weight(w3).transpose(1, 2))
-    weight = _Combine.apply(weights.flatten()[:, None], pick_of_slot, slot_of_pick)
+    weight = _combine(weights.flatten()[:, None], pick_of_slot, slot_of_pick)
     a = weight.view(*slots.shape[:2], 1) * _swiglu(g, u, limit)
     a = rounding.activation(a.to(torch.bfloat16))
     out = torch.bmm(a, rounding.fp4_weight(w2).transpose(1, 2)).flatten(0, 1)
-    routed = _Combine.apply(out, slot_of_pick, pick_of_slot).view(len(x), picks, -1).float().sum(1)
+    routed = _combine(out, slot_of_pick, pick_of_slot).view(len(x), picks, -1).float().sum(1)
 
     g, u = fp8_linear(x, shared_w1), fp8_linear(x, shared_w3)
     shared = fp8_linear(_swiglu(g, u, limit).to(torch.bfloat16), shared_w2)

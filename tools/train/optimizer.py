@@ -53,19 +53,19 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """One step over all parameters that have a gradient."""
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape[parameter.shape[-2:]].append(parameter)
             for same in by_shape.values():
                 self._step_alike(same, group["lr"])
 
-    def _step_alike(self, parameters: list[nn.Parameter], rate: float) -> None:
+    def _step_alike(self, parameters: list[torch.Tensor], rate: float) -> None:
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         moments = [self.state[parameter]["momentum"] for parameter in parameters]
-        grads = [parameter.grad for parameter in parameters]
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_lerp_(moments, grads, 1 - MOMENTUM)
         ahead = torch._foreach_lerp(grads, moments, MOMENTUM)
         rows, columns = parameters[0].shape[-2:]

@@ -81,7 +81,8 @@ def _fitted(x: torch.Tensor, chosen: torch.Tensor, half: int) -> torch.Tensor:
     wide = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64)], 1)
     known = wide[:half]
     gram = known.T @ known + RIDGE * half * torch.eye(wide.shape[1], dtype=torch.float64)
-    return (wide[half:] @ torch.linalg.solve(gram, known.T @ chosen[:half].double())).float()
+    fit: torch.Tensor = torch.linalg.solve(gram, known.T @ chosen[:half].double())
+    return (wide[half:] @ fit).float()
 
 
 def _recall(

@@ -113,10 +113,10 @@ def main(out: Path, downloads: Path) -> None:
     tokenizer.save(str(out / "tokenizer.json"))
     write_json(out / "tokenizer_config.json", tokenizer_config())
     classes = TokenMap.from_tokenizer(tokenizer, vocab_size)
-    ids = tokenizer.token_to_id
+    ids = tokenizer.get_vocab(with_added_tokens=True)
     write_json(
         out / "config.json",
-        config_file(MODEL_TEXT_CONFIG, classes.size, ids(NOISE), ids(IMAGE)),
+        config_file(MODEL_TEXT_CONFIG, classes.size, ids[NOISE], ids[IMAGE]),
     )
     streams = {"train": encode(tokenizer, train), "held_out": encode(tokenizer, held_out)}
     lengths = np.array(bytes_per_id(tokenizer))

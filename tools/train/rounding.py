@@ -118,7 +118,8 @@ def _fp4_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _round_fp8(x: torch.Tensor) -> torch.Tensor:
     codes, scale = fp8_groups(x)
-    return (codes.float().unflatten(-1, (-1, GROUP)) * scale.unsqueeze(-1)).flatten(-2)
+    rounded: torch.Tensor = codes.float().unflatten(-1, (-1, GROUP)) * scale.unsqueeze(-1)
+    return rounded.flatten(-2)
 
 
 def _round_fp8_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,8 @@ def _round_fp4_kv(x: torch.Tensor) -> torch.Tensor:
     groups = x.float().unflatten(-1, (-1, KV_GROUP))
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-9)
     scale = (amax / E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return (_round_e2m1(groups / scale) * scale).flatten(-2)
+    rounded: torch.Tensor = _round_e2m1(groups / scale) * scale
+    return rounded.flatten(-2)
 
 
 def _tiles(weight: torch.Tensor) -> torch.Tensor:

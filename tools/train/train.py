@@ -99,7 +99,9 @@ class Run:
         return torch.from_numpy(chosen).to(self.device)
 
     def _balance(self, speed: float, figures: dict[str, torch.Tensor]) -> None:
-        moes = [moe for part in self.parts if hasattr(part, "moes") for moe in part.moes()]
+        moes = [
+            moe for part in self.parts if isinstance(part, Model | Draft) for moe in part.moes()
+        ]
         for moe in moes:
             moe.balance(BALANCE_SPEED * max(speed, 0.03))
         loads = [moe.load for moe in moes if moe.count == self.config.n_routed_experts]
@@ -174,7 +176,7 @@ def train(
             batch = torch.from_numpy(next(source)).to(run.device, non_blocking=True)
             figures = run.step(batch, schedule(step, steps, WARMUP), schedule(step, steps, 1))
             if step % LOG_EVERY == 0 or step + 1 == steps:
-                line = {"step": step, "tokens": (step + 1) * sequences * length}
+                line: dict[str, Any] = {"step": step, "tokens": (step + 1) * sequences * length}
                 line.update({name: _rounded(value) for name, value in figures.items()})
                 line["seconds"] = round(time.perf_counter() - start, 2)
                 out.write(json.dumps(line) + "\n")
