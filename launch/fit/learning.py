@@ -7,11 +7,12 @@ fitted on it. Traces given for measuring are used for nothing else.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -188,5 +189,8 @@ def _moe_inputs(traces: Sequence[InputsTrace], layer: int, device: torch.device)
 
 
 def _mean(qualities: Sequence[Quality]) -> dict[str, float]:
-    each = [asdict(quality) for quality in qualities]
-    return {name: sum(q[name] for q in each) / len(each) for name in each[0]}
+    """NaN, which stands where a layer named none, is left out."""
+    names = [field.name for field in fields(Quality)]
+    each = {name: [getattr(quality, name) for quality in qualities] for name in names}
+    counted = {name: [v for v in values if not math.isnan(v)] for name, values in each.items()}
+    return {name: sum(v) / len(v) if v else math.nan for name, v in counted.items()}
