@@ -4,9 +4,9 @@ Owns the directory, the slot pool, the read queue and the demands. Has no socket
 service feeds it messages and sends what it returns, a test feeds it anything in any order.
 
 Promises: an expert is read at most once at a time; a slot's bytes do not change while its directory
-entry may be seen; what an open demand names is not evicted; `reserve` slots are kept free or
-coming, so that a miss need not wait for compute's epoch; no predicted piece is given out while an
-urgent one is wanted. Times are seconds of the caller's one clock.
+entry may be seen; what an open demand names is not evicted; `reserve` slots are kept free, coming,
+or lent to guesses in flight, so that a miss need not wait for compute's epoch; no predicted piece
+is given out while an urgent one is wanted. Times are seconds of the caller's one clock.
 """
 
 from __future__ import annotations
