@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, normalizers
 
-from protocol.config import ModelConfig
+from protocol.config import ModelConfig, require_file
 from protocol.errors import CheckpointError
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -68,6 +68,7 @@ class TokenMap:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in `path`; raises CheckpointError."""
+    require_file(path)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

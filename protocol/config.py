@@ -159,6 +159,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; raises CheckpointError where there is none."""
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent}: no such directory; give a checkpoint's directory")
+    require_file(path)
     try:
         parsed = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -170,6 +171,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")
     return parsed
+
+
+def require_file(path: Path) -> None:
+    """Raises CheckpointError where `path` is a directory, a pipe or a device, whose reading could
+    be without end. One that is missing is the reader's to report."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: cannot be read (not a file)")
 
 
 def _require_formats(top: Mapping[str, Any], path: Path) -> None:
@@ -267,6 +275,9 @@ def _check_consistent(config: ModelConfig, path: Path) -> None:
         require(
             getattr(config, name) > 0, f"{name} is {getattr(config, name)}, expected more than 0"
         )
+    for name in RopeScaling.__annotations__:
+        found = getattr(config.rope_scaling, name)
+        require(found > 0, f"rope_scaling.{name} is {found}, expected more than 0")
     for name, most in _AT_MOST.items():
         found = getattr(config, name)
         require(found <= most, f"{name} is {found}, expected at most {most}")

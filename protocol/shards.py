@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ModelConfig, read_json_object
+from protocol.config import ModelConfig, read_json_object, require_file
 from protocol.errors import CheckpointError
 from protocol.tensor_table import TensorSpec, expected_tensors
 
@@ -138,6 +138,7 @@ def _check_entry(entry: TensorEntry | None, name: str, spec: TensorSpec, index_p
 
 def read_header(path: Path, index_path: Path | None = None) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, checked against its size. Raises CheckpointError."""
+    require_file(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from protocol.config import ModelConfig
 from protocol.errors import CheckpointError
+from protocol.shards import read_header
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 
@@ -176,3 +178,20 @@ def test_a_count_without_end_is_counted_to(key: str) -> None:
     whole["text_config"][key] = 10**12
     with pytest.raises(CheckpointError, match=f"{key} is 1000000000000, expected at most"):
         _read(whole)
+
+
+@pytest.mark.parametrize("key", ["factor", "original_max_position_embeddings"])
+def test_a_rope_scaling_by_nothing_is_computed_with(key: str) -> None:
+    whole = _mini()
+    whole["text_config"]["rope_scaling"][key] = 0
+    with pytest.raises(CheckpointError, match=rf"rope_scaling.{key} is 0.*, expected more than 0"):
+        _read(whole)
+
+
+def test_a_pipe_or_a_device_in_place_of_a_file_is_read_without_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "shard").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read .not a file"):
+        ModelConfig.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"shard: cannot be read .not a file"):
+        read_header(tmp_path / "shard")
