@@ -91,7 +91,9 @@ def _weight_map(index_path: Path) -> dict[str, str]:
         raise CheckpointError(f"{index_path}: weight_map is missing or empty")
     for name, shard in weight_map.items():
         # A shard name is a file beside the index: anything else could name a file elsewhere.
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+        # Printable, since no path holds a zero byte or half a surrogate pair.
+        named = isinstance(shard, str) and shard.isprintable() and Path(shard).name == shard
+        if not named or not shard:
             raise CheckpointError(
                 f"{index_path}: tensor {name} is in {shard!r}, expected a file name"
             )

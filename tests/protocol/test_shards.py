@@ -170,7 +170,9 @@ def test_a_stale_second_copy_is_reported_and_not_used(checkpoint: Path) -> None:
     assert len(shards.warnings) == 1 and stale.name in shards.warnings[0]
 
 
-@pytest.mark.parametrize("shard", ["../escape.safetensors", "/etc/passwd", "", 5, None, "a/b"])
+@pytest.mark.parametrize(
+    "shard", ["../escape.safetensors", "/etc/passwd", "", 5, None, "a/b", "a\0b", "\ud800"]
+)
 def test_an_index_cannot_name_a_file_elsewhere(checkpoint: Path, shard: object) -> None:
     with damage.index(checkpoint) as weight_map:
         weight_map[EXPERT] = shard
