@@ -189,7 +189,14 @@ def _read_plain(group: ExpertGroup, keys: Keys, window: int) -> float:
     ]
     files = [str(path) for path in group.slices.files]
     loops = [
-        _start_loop({"direct": group.direct, "files": files, "reads": reads[n :: group.readers]})
+        _start_loop(
+            {
+                "direct": group.direct,
+                "files": files,
+                "reads": reads[n :: group.readers],
+                "memory": group.arena.data.nbytes // group.readers,
+            }
+        )
         for n in range(group.readers)
     ]
     try:
