@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,15 +62,7 @@ class Tracer:
 
     def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
         """A context manager whose time becomes a span."""
-        return _NOTHING if self._file is None else self._span(name, track, args)
-
-    @contextmanager
-    def _span(self, name: str, track: str, args: dict[str, Any]) -> Iterator[None]:
-        begin = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            self.complete(name, begin, time.monotonic_ns(), track, **args)
+        return _NOTHING if self._file is None else _Span(self, name, track, args)
 
     def complete(self, name: str, begin_ns: int, end_ns: int, track: str = "", **args: Any) -> None:
         """A span whose times were taken elsewhere (CLOCK_MONOTONIC nanoseconds)."""
@@ -94,10 +87,11 @@ class Tracer:
         pid = os.getpid()
         lines = []
         for phase, name, begin, duration, track, args in self._events:
-            event = {"name": name, "ph": phase, "ts": begin / 1000, "pid": pid, "tid": track}
-            if phase == "X":
-                event["dur"] = duration / 1000
-            lines.append(json.dumps(event | {"args": args}))
+            length = f', "dur": {duration / 1000}' if phase == "X" else ""
+            lines.append(
+                f'{{"name": {_quoted(name)}, "ph": "{phase}", "ts": {begin / 1000}{length}, '
+                f'"pid": {pid}, "tid": {track}, "args": {_arguments(args)}}}'
+            )
         for number, title in self._titles(pid):
             lines.append(json.dumps(number | {"args": {"name": title}}))
         self._events.clear()
@@ -115,6 +109,34 @@ class Tracer:
         yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0}, self.process
         for track, number in self._tracks.items():
             yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": number}, track
+
+
+class _Span(AbstractContextManager[None]):
+    """A span from entry to exit; a generator in its place would cost twice as much."""
+
+    __slots__ = ("_args", "_begin", "_name", "_tracer", "_track")
+
+    def __init__(self, tracer: Tracer, name: str, track: str, args: dict[str, Any]) -> None:
+        self._tracer, self._name, self._track, self._args = tracer, name, track, args
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        end = time.monotonic_ns()
+        self._tracer.complete(self._name, self._begin, end, self._track, **self._args)
+
+
+@lru_cache(maxsize=256)
+def _quoted(name: str) -> str:
+    return json.dumps(name)
+
+
+def _arguments(args: dict[str, Any]) -> str:
+    """`args` as JSON. Formatting is most of what tracing costs; nearly all values are counts."""
+    if all(type(value) is int for value in args.values()):
+        return "{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in args.items()) + "}"
+    return json.dumps(args)
 
 
 def merge(parts: Iterable[Path], output: Path) -> int:
