@@ -111,6 +111,10 @@ async def collect(events: AsyncIterator[Event]) -> list[Event]:
     return [event async for event in events]
 
 
+def _heed_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def cpu_seconds(pid: int) -> float:
     """Processor time that a process has taken, whatever else the machine was busy with."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -155,6 +159,8 @@ class Command:
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
+            # Under nohup it would inherit that a closed terminal is ignored.
+            preexec_fn=_heed_hangups,
             bufsize=0,
         )
         return self
