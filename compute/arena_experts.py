@@ -82,17 +82,9 @@ class ArenaExperts:
         }
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
-        self._progress.at_layer(layer)
-        self._interruption.check()
-        self._let_go()
         pending = list(experts)
-        words = self.look_up(layer, pending)
-        missing = words.count(ABSENT)
-        self.counts[counters.DEMAND_HITS] += len(pending) - missing
-        self.counts[counters.DEMAND_MISSES] += missing
-        if missing:
-            # What earlier layers left unread, so that the queue never fills.
-            self._hear(layer, 0)
+        words = self._enter(layer, pending)
+        if ABSENT in words:
             self._demand_missing(layer, pending, words)
         return self._arrivals(layer, pending, words)
 
@@ -101,15 +93,7 @@ class ArenaExperts:
 
         The arena must have twice as many slots. Raises ReadError and StallError.
         """
-        self._progress.at_layer(layer)
-        self._interruption.check()
-        self._let_go()
-        words = self.look_up(layer, experts)
-        missing = words.count(ABSENT)
-        self.counts[counters.DEMAND_HITS] += len(words) - missing
-        self.counts[counters.DEMAND_MISSES] += missing
-        if missing:
-            self._hear(layer, 0)
+        words = self._enter(layer, experts)
         # What is demanded stays until it is used, so a hit that goes meanwhile is demanded once.
         while ABSENT in words:
             self._demand_missing(layer, list(experts), words)
@@ -160,6 +144,20 @@ class ArenaExperts:
         words: list[int] = self._directory.entry[layer].take(experts).tolist()
         # What the words point to is read after them.
         full_fence()
+        return words
+
+    def _enter(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Let the layer before go and count what is here of this one; its directory words."""
+        self._progress.at_layer(layer)
+        self._interruption.check()
+        self._let_go()
+        words = self.look_up(layer, experts)
+        missing = words.count(ABSENT)
+        self.counts[counters.DEMAND_HITS] += len(words) - missing
+        self.counts[counters.DEMAND_MISSES] += missing
+        if missing:
+            # What earlier layers left unread, so that the queue never fills.
+            self._hear(layer, 0)
         return words
 
     def _arrivals(
