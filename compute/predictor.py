@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,6 +55,9 @@ def before_attention(
     return rms_norm(collapse(write_back(nothing, streams, mixes), mixes.pre), ffn_norm, eps)
 
 
+Margins = TypeVar("Margins", float, torch.Tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class PredictingGate:
     """What predicts. Its scores are `margin * slope + offset`: log-odds of a pick where it was
@@ -64,8 +67,8 @@ class PredictingGate:
     slope: float = 1.0
     offset: float = 0.0
 
-    def scores(self, margins: torch.Tensor) -> torch.Tensor:
-        """Of fp32 `margins` [n]."""
+    def scores(self, margins: Margins) -> Margins:
+        """Of fp32 `margins` [n], or of one."""
         return margins * self.slope + self.offset
 
 

@@ -129,7 +129,7 @@ class ModelWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors held."""
-        return _nbytes(self)
+        return tensor_bytes(self)
 
     @classmethod
     def load(
@@ -184,13 +184,16 @@ def _held_dtype(name: str, dtype: str, stored: bool) -> torch.dtype:
     return torch.bfloat16 if name == "embed.weight" or (matrix and stored) else torch.float32
 
 
-def _nbytes(holder: object) -> int:
+def tensor_bytes(holder: object) -> int:
+    """Bytes of all tensors in `holder`: one, or dataclasses and tuples of them."""
     if isinstance(holder, torch.Tensor):
         return holder.nbytes
     if isinstance(holder, tuple):
-        return sum(map(_nbytes, holder))
+        return sum(map(tensor_bytes, holder))
     if dataclasses.is_dataclass(holder):
-        return sum(_nbytes(getattr(holder, field.name)) for field in dataclasses.fields(holder))
+        return sum(
+            tensor_bytes(getattr(holder, field.name)) for field in dataclasses.fields(holder)
+        )
     return 0
 
 

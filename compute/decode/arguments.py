@@ -6,7 +6,6 @@ are one product, and a gated compressor's two matrices as one.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from compute.weights import (
     LayerWeights,
     MixWeights,
     ModelWeights,
+    tensor_bytes,
 )
 from protocol.route_trace import MOE
 
@@ -88,7 +88,11 @@ class Arguments:
     @property
     def bytes_a_token(self) -> int:
         """Bytes that a token reads: all but the embedding's other rows."""
-        return _nbytes((self.layers, self.norm, self.head))
+        held = tensor_bytes((self.layers, self.norm, self.head))
+        # A predicting gate's matrix is in its layer's `gates`, too, and read there.
+        return held - sum(
+            layer.predicting.weights.weight.nbytes for layer in self.layers if layer.predicting
+        )
 
     @classmethod
     def of(
@@ -101,18 +105,6 @@ class Arguments:
             predicting = fitted.gate(MOE, 1, at + 1, following) if predict and following else None
             layers.append(_layer(layer, predicting))
         return cls(weights.embed, tuple(layers), weights.norm, weights.head)
-
-
-def _nbytes(holder: object) -> int:
-    if isinstance(holder, torch.Tensor):
-        return holder.nbytes
-    if isinstance(holder, tuple):
-        return sum(map(_nbytes, holder))
-    if isinstance(holder, PredictingGate):
-        return holder.weights.bias.nbytes  # its matrix is in the layer's `gates`
-    if dataclasses.is_dataclass(holder):
-        return sum(_nbytes(getattr(holder, field.name)) for field in dataclasses.fields(holder))
-    return 0
 
 
 def _layer(weights: LayerWeights, predicting: PredictingGate | None) -> LayerArguments:

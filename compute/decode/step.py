@@ -112,7 +112,7 @@ class DecodeStep:
         """What `layer`'s prediction says of `margins`; see `PredictingGate.scores`."""
         predicting = self.arguments.layers[layer].predicting
         assert predicting is not None
-        return [margin * predicting.slope + predicting.offset for margin in margins]
+        return [predicting.scores(margin) for margin in margins]
 
     # --- the token's stages -----------------------------------------------------------------------
 
