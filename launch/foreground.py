@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 
 import uvloop
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from launch.group import ProcessGroup
 from launch.options import GroupOptions, format_size
@@ -24,6 +25,18 @@ from launch.options import GroupOptions, format_size
 console = Console(
     stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 160
 )
+
+
+def byte_progress() -> Progress:
+    """A bar of bytes done and their rate, under each task's description; only on a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
 
 
 def run_foreground(main: Callable[[], Awaitable[None]]) -> None:

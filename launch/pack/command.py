@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from expert_io.packed import WRITTEN, PackHeader, read_table
-from launch.foreground import console
+from launch.foreground import byte_progress, console
 from launch.options import format_size
 from launch.pack.writer import verify_layer, write_pack
 from protocol.config import ModelConfig
@@ -37,15 +36,11 @@ def pack_command(directory: Path, output: Path, verify: bool) -> None:
     shards = Shards.open(directory, ModelConfig.load(directory))
     identity = checkpoint_identity(directory)
     header = PackHeader.of(shards, identity)
-    with Progress(
-        TextColumn("verifying" if verify else "packing"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=header.layers * header.experts * header.stride)
+    with byte_progress() as progress:
+        task = progress.add_task(
+            "verifying" if verify else "packing",
+            total=header.layers * header.experts * header.stride,
+        )
 
         def on_expert(count: int) -> None:
             progress.advance(task, count)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from engram_io.token_map import TokenMap
-from launch.foreground import console
+from launch.foreground import byte_progress, console
 from launch.options import format_size
 from launch.synth.geometry import PRESETS, config_json, text_config
 from launch.synth.tokenizer import IMAGE, make_tokenizer
@@ -100,15 +99,8 @@ def synthesize(
         "tokenizer_config.json": json.dumps({"add_bos_token": False, "add_eos_token": False}),
         "generation_config.json": json.dumps({"do_sample": False, "eos_token_id": 1}),
     }
-    with Progress(
-        TextColumn("writing {task.fields[directory]}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=total, directory=str(directory))
+    with byte_progress() as progress:
+        task = progress.add_task(f"writing {directory}", total=total)
         write_checkpoint(
             directory,
             document,
