@@ -22,7 +22,9 @@ def misses(policy: EvictionPolicy, accesses: Sequence[Key], slots: int) -> int:
     """A cache of `slots` run over `accesses`."""
     resident: set[Key] = set()
     missed = 0
-    for key in accesses:
+    for now, key in enumerate(accesses):
+        if isinstance(policy, Belady):
+            policy.now = now
         if key in resident:
             policy.used(key)
             continue
@@ -149,22 +151,7 @@ def skewed(count: int, seed: int) -> list[Key]:
 
 def belady(accesses: Sequence[Key], slots: int) -> int:
     """Misses with the future known."""
-    policy = Belady(enumerate(accesses))
-    resident: set[Key] = set()
-    missed = 0
-    for policy.now, key in enumerate(accesses):
-        if key in resident:
-            policy.used(key)
-            continue
-        missed += 1
-        if len(resident) == slots:
-            victim = policy.victim(())
-            assert victim in resident
-            policy.removed(victim)
-            resident.remove(victim)
-        resident.add(key)
-        policy.inserted(key)
-    return missed
+    return misses(Belady(enumerate(accesses)), accesses, slots)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
