@@ -85,7 +85,8 @@ async def running_group(options: GroupOptions) -> AsyncIterator[ProcessGroup]:
     plan = group.plan
     console.print(
         f"[dim]ready in {time.monotonic() - begin:.1f} s: {plan.slots} slots for "
-        f"{plan.all_experts} experts ({format_size(plan.arena_bytes)}), "
+        f"{plan.all_experts} experts ({format_size(plan.arena_bytes)} in "
+        f"{group.facts['expert memory']}), "
         f"{options.readers} readers ({group.facts.get('expert reads', 'unknown')}), "
         f"{group.facts.get('device', 'unknown device')}[/dim]"
     )

@@ -24,7 +24,7 @@ from launch.warm_options import check_pinned
 from launch.wiring import Regions, Wiring
 from protocol.config import ModelConfig
 from protocol.errors import HeadraceError, ProcessDied, StallError, UsageError
-from protocol.layouts import Directory
+from protocol.layouts import Arena, Directory
 from protocol.messages import (
     Cancel,
     Finished,
@@ -113,6 +113,7 @@ class ProcessGroup:
         try:
             self._control = Channel.bind(self._context, self._runtime.endpoints.control, ACCEPTS)
             self._regions = Regions.allocate(self.config, self.options, self.plan)
+            self.facts["expert memory"] = _pages_of(self._regions.arena)
             self._wiring = Wiring(
                 self.config, self.options, self._runtime, self._regions, slices.files
             )
@@ -304,3 +305,9 @@ class ProcessGroup:
                     await self._changed.wait()
         except TimeoutError:
             raise StallError(f"{name()}: no answer within {seconds:g} s") from None
+
+
+def _pages_of(arena: Arena) -> str:
+    """What kind of pages hold it, for the summary."""
+    share = arena.huge_bytes / arena.nbytes
+    return "huge pages" if share > 0.9 else "small pages" if share == 0 else "some huge pages"

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import HeadraceError, ResourceError
+from protocol.huge_pages import use_huge_pages
 
 PAGE = 4096
 MAGIC = b"HEADRACE"
@@ -54,7 +55,10 @@ def full_fence() -> None:
 
 
 class SharedRegion(ABC):
-    """A mapped memfd with a checked header. Subclasses name their geometry and carve arrays."""
+    """A mapped memfd with a checked header. Subclasses name their geometry and carve arrays.
+
+    `huge_bytes` of it were put into huge pages by whoever created it; 0 where it was attached.
+    """
 
     KIND: ClassVar[int]
     GEOMETRY: ClassVar[tuple[str, ...]]
@@ -64,6 +68,7 @@ class SharedRegion(ABC):
         for name, value in zip(self.GEOMETRY, geometry, strict=True):
             setattr(self, name, value)
         self.nbytes = PAGE + align_up(self.payload_bytes())
+        self.huge_bytes = 0
         if create:
             self._allocate(geometry)
         self.memory = mmap.mmap(fd, self.nbytes)
@@ -125,6 +130,7 @@ class SharedRegion(ABC):
     def _allocate(self, geometry: tuple[int, ...]) -> None:
         try:
             os.ftruncate(self.fd, self.nbytes)
+            self.huge_bytes = use_huge_pages(self.fd, self.nbytes)
             # Without this a later touch of a page that memory has no room for is a bus error.
             os.posix_fallocate(self.fd, 0, self.nbytes)
         except OSError as error:
