@@ -6,6 +6,7 @@ make them, and single blocks, as engram rows are read.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -14,6 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from expert_io.disk import takes_direct
+from protocol.huge_pages import HUGE_PAGE
 
 BLOCK = 4096
 SECONDS = 1.0
@@ -53,7 +57,7 @@ class DiskSpeed:
 def measure_disk(files: Sequence[Path], read_bytes: int, seconds: float = SECONDS) -> DiskSpeed:
     """Read `read_bytes` at a time from random places of `files`."""
     large = [path for path in files if path.stat().st_size >= BLOCK]
-    direct = _takes_direct(large[0])
+    direct = takes_direct(str(large[0]))
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     descriptors = [(os.open(path, flags), path.stat().st_size) for path in large]
     length = -(-read_bytes // BLOCK) * BLOCK
@@ -68,18 +72,13 @@ def measure_disk(files: Sequence[Path], read_bytes: int, seconds: float = SECOND
     return DiskSpeed(direct, by_readers, rows, _cached(large[0], length))
 
 
-def _takes_direct(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        os.preadv(descriptor, [mmap.mmap(-1, BLOCK)], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+def _memory(length: int) -> mmap.mmap:
+    """What a reader reads into: huge pages where the kernel gives them, as the arena has."""
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if length > HUGE_PAGE:
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _rate(
@@ -90,7 +89,7 @@ def _rate(
 
     def loop(seed: int) -> float:
         draw = random.Random(seed)
-        memory = mmap.mmap(-1, length)
+        memory = _memory(length)
         reads = 0.0
         while time.perf_counter() < deadline:
             descriptor, size = draw.choice(descriptors)
