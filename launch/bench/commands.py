@@ -104,7 +104,8 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
         as_json,
         f"hit: {figures['hit_us_p50']:.1f} us for {figures['experts_a_layer']} experts "
         f"(p99 {figures['hit_us_p99']:.1f}); a miss adds {figures['miss_overhead_us_p50']:.0f} us "
-        f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f})",
+        f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f}), "
+        f"two bare round trips take {figures['two_round_trips_us_p50']:.0f}",
     )
 
 

@@ -127,6 +127,11 @@ class ExpertGroup:
         for region in (self.arena, self.directory, self.progress):
             region.close()
 
+    @property
+    def runtime_path(self) -> Path:
+        """The private directory with the group's sockets."""
+        return self._runtime.path
+
     # --- the supervisor's part --------------------------------------------------------------------
 
     def start_reader(self, reader: int, incarnation: int = 0, faults: str | None = None) -> None:

@@ -2,11 +2,14 @@
 
 A hit is a look at the directory in shared memory. A miss is timed from the demand to the expert's
 appearance in the directory; what the reader itself took is subtracted. One reader, so that its
-reads of one expert follow each other and the handing over between them counts as overhead too.
+reads of one expert follow each other and the handing over between them counts as overhead too. What
+is left is set against the two round trips that it takes at least (demand and order, done and
+landed) between processes that slept as long as a miss's read takes and do nothing else.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 from compute.arena_experts import ArenaExperts
 from compute.progress import ProgressPage
 from compute.slot_views import slot_views
+from launch.bench.echo import round_trips
 from launch.bench.expert_group import ExpertGroup
 from launch.bench.io import batched_by_layer
 from protocol import counters
@@ -30,12 +34,17 @@ def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any
         picks = list(range(group.config.num_experts_per_tok))
         group.fetch(0, picks)
         hit = _time_hits(group, picks, hits)
-        miss = [_time_miss(group, *key) for key in _absent_keys(group, misses + 5)][5:]
+        timed = [_time_miss(group, *key) for key in _absent_keys(group, misses + 5)][5:]
+        read_s = statistics.median(read for _, read in timed)
+        bare = 2e6 * round_trips(group.runtime_path, misses, read_s)
+    miss = [overhead for overhead, _ in timed]
     return {
         "hit_us_p50": float(np.percentile(hit, 50)),
         "hit_us_p99": float(np.percentile(hit, 99)),
         "miss_overhead_us_p50": float(np.percentile(miss, 50)),
         "miss_overhead_us_p99": float(np.percentile(miss, 99)),
+        "miss_read_us_p50": read_s * 1e6,
+        "two_round_trips_us_p50": bare,
         "experts_a_layer": len(picks),
         "hits": hits,
         "misses": misses,
@@ -73,7 +82,8 @@ def _absent_keys(group: ExpertGroup, count: int) -> list[tuple[int, int]]:
     return [every[(n * 7919 + 40) % len(every)] for n in range(count)]
 
 
-def _time_miss(group: ExpertGroup, layer: int, expert: int) -> float:
+def _time_miss(group: ExpertGroup, layer: int, expert: int) -> tuple[float, float]:
+    """Microseconds beyond the reads, and the reads' own seconds."""
     for others_layer, others in batched_by_layer(_others(group, layer, expert), 8):
         if group.directory.entry[layer, expert] == ABSENT:
             break
@@ -87,7 +97,8 @@ def _time_miss(group: ExpertGroup, layer: int, expert: int) -> float:
         group.compute.receive(0.01)
     total = time.perf_counter() - begin
     group.done_with(group.demands)
-    return (total - (group.stats()[counters.READ_SECONDS] - before)) * 1e6
+    read = group.stats()[counters.READ_SECONDS] - before
+    return (total - read) * 1e6, read
 
 
 def _others(group: ExpertGroup, layer: int, expert: int) -> list[tuple[int, int]]:
