@@ -7,13 +7,18 @@ arena about as fast as its own memory (`in_place`), the arena alone serves.
 
 Which slot to give up is decided as in the arena, by recency with a random victim among the oldest:
 a cycle of slightly more experts than fit would otherwise miss every time.
+
+A token that runs as one graph looks experts up on the device, in a copy of `table` made as it
+begins. So while it runs only slots of layers it has passed are given up, or such as `make_room`
+left free, and `bring` waits for nothing that runs.
 """
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Protocol
 
@@ -71,6 +76,8 @@ class DeviceExperts:
             )
         self._arena = arena
         self._in_place = in_place
+        layers = config.num_hidden_layers
+        self._every = layers * config.n_routed_experts
         self._shapes = tensor_shapes(config)
         self._sizes = [rows * width for rows, width in self._shapes]
         starts = [sum(self._sizes[:at]) for at in range(len(self._sizes))]
@@ -81,8 +88,17 @@ class DeviceExperts:
         )
         self._slot_of: OrderedDict[Key, int] = OrderedDict()
         self._free = list(range(slots))
+        # Enough for the first layer, before a running token has passed one; and for a usual token.
+        self._spare = max(config.num_experts_per_tok, min(layers, slots // 8))
         self._random = random.Random(seed)
         self._on_gpu = device.type == "cuda"
+        #: int32 [layers, experts] on the host: an expert's slot, -1 where it has none.
+        self.table = torch.full(
+            (layers, config.n_routed_experts), -1, dtype=torch.int32, pin_memory=self._on_gpu
+        )
+        self._table = self.table.numpy()
+        #: int64 [6]: where the tensors of slot 0 lie, in the kernels' order.
+        self.first_slot = torch.tensor(self._addresses[0], device=device)
         if self._on_gpu:
             self._copying = torch.cuda.Stream(device)
         self.counts = {counters.DEVICE_HITS: 0.0, counters.DEVICE_COPIES: 0.0}
@@ -94,9 +110,8 @@ class DeviceExperts:
 
     def forget(self, layer: int, expert: int) -> None:
         """Give up the slot of an expert, if it has one: for measuring misses."""
-        slot = self._slot_of.pop((layer, expert), None)
-        if slot is not None:
-            self._free.append(slot)
+        if (layer, expert) in self._slot_of:
+            self._free.append(self._give_up((layer, expert)))
 
     @property
     def way(self) -> str:
@@ -119,6 +134,27 @@ class DeviceExperts:
         return self._addresses[slots]
 
     def place(self, layer: int, experts: Sequence[int]) -> Addresses:
+        return self._bring(layer, experts, running=False)
+
+    def bring(self, layer: int, experts: Sequence[int]) -> Addresses:
+        """As `place`, for a token that is running and waits at `layer`: addresses to be read once
+        what `behind_copies` enqueues next is done."""
+        return self._bring(layer, experts, running=True)
+
+    def behind_copies(self) -> AbstractContextManager[object]:
+        """What is enqueued inside is done after all copies up to now."""
+        return torch.cuda.stream(self._copying) if self._on_gpu else nullcontext()
+
+    def make_room(self) -> None:
+        """Before a token runs: leave slots free for what it will miss."""
+        while len(self._free) < min(self._spare, self._every - len(self._slot_of)):
+            self._free.append(self._give_up(self._victim(lambda key: True)))
+
+    def passed(self) -> None:
+        """A running token is past the layer before, and reads no slot of the arena."""
+        self._arena.release()
+
+    def _bring(self, layer: int, experts: Sequence[int], *, running: bool) -> Addresses:
         keys = [(layer, expert) for expert in experts]
         missing = [key for key in keys if key not in self._slot_of]
         for key in keys:
@@ -128,7 +164,7 @@ class DeviceExperts:
         direct: dict[Key, list[int]] = {}
         if missing:
             held = self._arena.hold(layer, [expert for _, expert in missing])
-            direct = self._take_in(dict(zip(missing, held, strict=True)), keys)
+            direct = self._take_in(dict(zip(missing, held, strict=True)), keys, running)
         return np.array(
             [direct[key] if key in direct else self._addresses[self._slot_of[key]] for key in keys]
         )
@@ -178,9 +214,16 @@ class DeviceExperts:
         ordered = [parts[at].view(self._shapes[at]) for at in _KERNEL_ORDER]
         return ExpertBytes(*ordered)
 
-    def _take_in(self, held: dict[Key, HeldExpert], keep: Sequence[Key]) -> dict[Key, list[int]]:
+    def _take_in(
+        self, held: dict[Key, HeldExpert], keep: Sequence[Key], running: bool
+    ) -> dict[Key, list[int]]:
         """Copy what is `held` into slots, none of them those of `keep`; addresses of what is rather
         read where it lies."""
+        layer = keep[0][0]
+
+        def may_go(key: Key) -> bool:
+            return key[0] < layer if running else key not in keep
+
         direct: dict[Key, list[int]] = {}
         if self._in_place:
             for key, expert in held.items():
@@ -191,26 +234,28 @@ class DeviceExperts:
                     direct[key] = addresses
         to_copy = {key: expert for key, expert in held.items() if key not in direct}
         if to_copy and self._on_gpu:
-            # What still reads a slot that is given up was launched before.
-            self._copying.wait_stream(torch.cuda.current_stream())
+            if not running:
+                # What still reads a slot that is given up was launched before.
+                self._copying.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copying):
-                self._copy(to_copy, keep)
+                self._copy(to_copy, may_go)
                 copied = torch.cuda.Event()
                 copied.record()
             torch.cuda.current_stream().wait_event(copied)
             self._arena.read_until(copied)
         elif to_copy:
-            self._copy(to_copy, keep)
+            self._copy(to_copy, may_go)
         return direct
 
-    def _copy(self, held: dict[Key, HeldExpert], keep: Sequence[Key]) -> None:
+    def _copy(self, held: dict[Key, HeldExpert], may_go: Callable[[Key], bool]) -> None:
         for key, expert in held.items():
-            slot = self._empty_slot(keep)
+            slot = self._free.pop() if self._free else self._give_up(self._victim(may_go))
             into = self._slots[slot]
             for start, begin, size in self._runs(expert.place):
                 part = expert.memory[begin : begin + size]
                 into[start : start + size].copy_(part, non_blocking=True)
             self._slot_of[key] = slot
+            self._table[key] = slot
         self.counts[counters.DEVICE_COPIES] += len(held)
 
     def _runs(self, place: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -225,11 +270,13 @@ class DeviceExperts:
             start += size
             at += 1
 
-    def _empty_slot(self, keep: Sequence[Key]) -> int:
-        if self._free:
-            return self._free.pop()
+    def _give_up(self, key: Key) -> int:
+        """The slot that `key` had."""
+        self._table[key] = -1
+        return self._slot_of.pop(key)
+
+    def _victim(self, may_go: Callable[[Key], bool]) -> Key:
         count = min(MOST_OLDEST, max(1, int(len(self._slot_of) * OLDEST_SHARE)))
         skip = self._random.randrange(count)
-        oldest = (key for key in islice(self._slot_of, skip, None) if key not in keep)
-        victim = next(oldest, None) or next(key for key in self._slot_of if key not in keep)
-        return self._slot_of.pop(victim)
+        oldest = (key for key in islice(self._slot_of, skip, None) if may_go(key))
+        return next(oldest, None) or next(key for key in self._slot_of if may_go(key))

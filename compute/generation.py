@@ -23,7 +23,13 @@ from compute.sequence import SequenceState
 from compute.sources import EngramSource
 from compute.text import TextStream, TokenBytes
 from protocol import counters
-from protocol.errors import HeadraceError, UsageError
+from protocol.errors import (
+    FailureKind,
+    HeadraceError,
+    UsageError,
+    failure_kind,
+    refused_by_machine,
+)
 from protocol.lifecycle import describe
 from protocol.messages import Finished, Generate, PrefillProgress, TokenEvent
 from protocol.trace import Tracer
@@ -78,16 +84,19 @@ class TextGenerator:
         before = self.counts()
         answer = Answer(self, request)
         reason, error = "error", ""
+        kind: FailureKind = ""
         try:
             yield from answer.events()
             reason = answer.reason
         except Cancelled:
             reason = "cancelled"
-        except HeadraceError as failure:
-            error = str(failure)
-        except Exception as failure:
+        except HeadraceError as failed:
+            error, kind = str(failed), failure_kind(failed)
+        except Exception as failed:
             # What one request holds must not end the process that serves the next.
-            error = describe(failure)
+            refused = refused_by_machine(failed)
+            error = str(refused) if refused else describe(failed)
+            kind = failure_kind(refused) if refused else "internal"
         finally:
             answer.close()
         yield Finished(
@@ -95,6 +104,7 @@ class TextGenerator:
             reason,
             answer.held_text(),
             error,
+            kind,
             len(request.prompt),
             answer.reused,
             answer.count,

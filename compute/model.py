@@ -31,7 +31,7 @@ from protocol.route_trace import MOE
 
 if TYPE_CHECKING:
     # Triton, which its kernels are written in, need not be there where no GPU is.
-    from compute.decode.decoder import Decoder
+    from compute.decode.assembly import AnyDecoder
 
 
 class Model:
@@ -59,7 +59,7 @@ class Model:
         predictions: int | None = None,
         routes: RouteRecorder | None = None,
         fitted: FittedGates = NO_FITTED_GATES,
-        decoder: Decoder | None = None,
+        decoder: AnyDecoder | None = None,
         capacity: int = 0,
     ) -> None:
         self.config = config

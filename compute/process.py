@@ -34,7 +34,7 @@ from compute.weights import ModelWeights
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
-from protocol.errors import CheckpointError, HeadraceError, UsageError
+from protocol.errors import CheckpointError, FailureKind, HeadraceError, UsageError
 from protocol.identity import PREDICTOR_NAME, checkpoint_identity
 from protocol.layouts import ABSENT, Arena, Directory, EngramRing, Progress
 from protocol.lifecycle import run_child
@@ -53,7 +53,7 @@ from protocol.transport import Channel
 from protocol.wire import Message
 
 if TYPE_CHECKING:
-    from compute.decode.decoder import Decoder
+    from compute.decode.assembly import AnyDecoder
     from compute.device_experts import DeviceExperts
 
 NAME = "compute"
@@ -127,14 +127,14 @@ class ComputeProcess:
             self._queue.append(request)
         else:
             error = f"{QUEUED_REQUESTS} requests wait already; try again later"
-            self._deliver(_unstarted(request, "error", error))
+            self._deliver(_unstarted(request, "error", error, "resource"))
 
     def _cancel(self, request: int) -> None:
         if request == self._current:
             self._cancelled = True
         for waiting in [waiting for waiting in self._queue if waiting.request == request]:
             self._queue.remove(waiting)
-            self._deliver(_unstarted(waiting, "cancelled", ""))
+            self._deliver(_unstarted(waiting, "cancelled"))
 
     def _stop(self) -> None:
         self._stopping = True
@@ -147,8 +147,10 @@ class ComputeProcess:
         }
 
 
-def _unstarted(request: Generate, reason: str, error: str) -> Finished:
-    return Finished(request.request, reason, "", error, len(request.prompt), 0, 0, {})
+def _unstarted(
+    request: Generate, reason: str, error: str = "", kind: FailureKind = ""
+) -> Finished:
+    return Finished(request.request, reason, "", error, kind, len(request.prompt), 0, 0, {})
 
 
 class _Regions:
@@ -200,7 +202,7 @@ def _load_weights(shards: Shards, device: torch.device, control: Channel) -> Mod
 
 
 class Decoding(NamedTuple):
-    decoder: Decoder
+    decoder: AnyDecoder
     experts: DeviceExperts
 
     @property
@@ -238,7 +240,6 @@ def _assemble(
         regions.ring,
         progress,
         tracer,
-        device,
         stall_timeout=spec.stall_timeout,
         interruption=interruption,
     )

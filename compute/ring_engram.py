@@ -33,7 +33,6 @@ class RingEngram:
         ring: EngramRing,
         progress: ProgressPage,
         tracer: Tracer,
-        device: torch.device,
         *,
         stall_timeout: float,
         interruption: Interruption | None = None,
@@ -44,7 +43,6 @@ class RingEngram:
         self._ring = ring
         self._progress = progress
         self._tracer = tracer
-        self._device = device
         self._stall_timeout = stall_timeout
         self._interruption = interruption or Interruption()
         self._codes = torch.from_numpy(ring.codes)
@@ -89,10 +87,9 @@ class RingEngram:
         # The rows are read after the word that says they are complete.
         full_fence()
         count = len(request.tokens)
-        # On another device these are copies, finished when `to` returns; here they are views.
         return (
-            self._codes[block, engram_layer_index, :count].to(self._device),
-            self._scales[block, engram_layer_index, :count].to(self._device),
+            self._codes[block, engram_layer_index, :count],
+            self._scales[block, engram_layer_index, :count],
         )
 
     def done(self, ticket: int) -> None:

@@ -105,7 +105,7 @@ class EngramSource(Protocol):
         """Wait for one engram layer's rows of a ticket.
 
         Returns codes uint8 [T, rows_per_token, head_dim] (e4m3) and scales uint8
-        [T, rows_per_token, head_dim / 32] (e8m0), valid until `done(ticket)`.
+        [T, rows_per_token, head_dim / 32] (e8m0), on any device, valid until `done(ticket)`.
         `engram_layer_index` counts in `engram_layer_ids`. Raises ReadError or StallError.
         """
         ...

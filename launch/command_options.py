@@ -66,8 +66,9 @@ _OPTIONS = (
     _option(
         "--graphs",
         key="graphs",
-        type=click.Choice(["off", "on", "oracle"]),
-        help="How a GPU launches decode steps: one by one, captured, or both ways and compared.",
+        type=click.Choice(["off", "on", "token", "oracle"]),
+        help="How a GPU launches decode steps: one by one, captured a layer at a time, captured as "
+        "one, or all ways and compared.",
     ),
     click.option(
         "--device-cache",

@@ -18,7 +18,7 @@ from launch.ranges import COUNT, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
 from launch.summary import run_figures, run_table
 from launch.warm_options import with_warm_options
 from protocol.config import ModelConfig
-from protocol.errors import HeadraceError, ResourceError, UsageError
+from protocol.errors import ResourceError, UsageError, failure
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 
 
@@ -120,7 +120,7 @@ async def _generate(group: ProcessGroup, options: GenerateOptions, json_file: Pa
                     finished = event
     assert finished is not None
     if finished.reason == "error":
-        raise HeadraceError(finished.error)
+        raise failure(finished.failure, finished.error)
     print(flush=True)
     figures = run_figures("".join(parts), finished, await group.stats())
     console.print(run_table(figures))

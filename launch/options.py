@@ -98,8 +98,8 @@ class GroupOptions:
                 raise UsageError(f"--{option} is {value}, expected {bound}")
         if self.pin not in ("auto", "on", "off"):
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
-        if self.graphs not in ("off", "on", "oracle"):
-            raise UsageError(f"--graphs is {self.graphs!r}, expected off, on or oracle")
+        if self.graphs not in ("off", "on", "token", "oracle"):
+            raise UsageError(f"--graphs is {self.graphs!r}, expected off, on, token or oracle")
 
 
 @dataclass(frozen=True, slots=True)

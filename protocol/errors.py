@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from typing import Literal
 
 
 class HeadraceError(Exception):
@@ -51,6 +52,27 @@ class ReadError(HeadraceError):
     """A tensor's bytes could not be read; the request fails and the engine lives on."""
 
     exit_code = 7
+
+
+# What a failed request's `Finished` says failed; "" in one that did not fail.
+FailureKind = Literal["", "usage", "checkpoint", "resource", "stall", "read", "internal"]
+_FAILURES: dict[FailureKind, type[HeadraceError]] = {
+    "usage": UsageError,
+    "checkpoint": CheckpointError,
+    "resource": ResourceError,
+    "stall": StallError,
+    "read": ReadError,
+}
+
+
+def failure_kind(error: HeadraceError) -> FailureKind:
+    """The word for `error` in a message."""
+    return next((kind for kind, of in _FAILURES.items() if isinstance(error, of)), "internal")
+
+
+def failure(kind: FailureKind, text: str) -> HeadraceError:
+    """The error that another process met, with its exit code."""
+    return _FAILURES.get(kind, HeadraceError)(text)
 
 
 def refused_by_machine(error: BaseException) -> ResourceError | None:

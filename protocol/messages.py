@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.errors import FailureKind
 from protocol.wire import Message, message
 
 # Expert lanes, most urgent first. A read order carries one for traces and counters.
@@ -186,14 +187,15 @@ class Finished(Message):
     """Compute -> supervisor: the request is over.
 
     `reason`: `stop` (end of sequence or stop string), `length`, `cancelled`, `error` (`error` says
-    what, in one line). `text` is text still held back. `figures` are this request's, in the words
-    of `protocol.counters`, times in seconds.
+    what, in one line, and `failure` of which kind it is). `text` is text still held back. `figures`
+    are this request's, in the words of `protocol.counters`, times in seconds.
     """
 
     request: int
     reason: str
     text: str
     error: str
+    failure: FailureKind
     prompt_tokens: int
     reused_tokens: int
     tokens: int

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
-VERSION = 1
+VERSION = 2
 DEFAULT_MAX_BYTES = 64 << 10
 
 Check = Callable[[Any], bool]
@@ -112,6 +112,8 @@ def _check_for(hint: Any) -> Check:
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return lambda value: type(value) is str and value in arguments
     if origin is list:
         inner = _check_for(arguments[0])
         return lambda value: type(value) is list and all(map(inner, value))

@@ -8,20 +8,23 @@ import torch
 
 from compute.decode.arguments import Arguments
 from compute.decode.decoder import Decoder
-from compute.decode.graphs import Eager, Graphs, SegmentRunner
-from compute.decode.oracle import Oracle
+from compute.decode.graphs import Eager, Graphs, OneGraph
+from compute.decode.oracle import Oracle, TokenOracle
 from compute.decode.step import DecodeStep
+from compute.decode.token import TokenDecoder
 from compute.device_experts import DeviceExperts, HoldingSource
 from compute.predictor import NO_FITTED_GATES, FittedGates
 from compute.sequence import SequenceState
 from compute.slot_views import tensor_shapes
-from compute.sources import EngramSource, PlacedExperts, Tracer
+from compute.sources import EngramSource, Tracer
 from compute.weights import ModelWeights
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
 from protocol.layouts import Arena
 
-GRAPHS = ("off", "on", "oracle")
+#: Anything that runs single tokens.
+AnyDecoder = Decoder | TokenDecoder | TokenOracle
+GRAPHS = ("off", "on", "token", "oracle")
 # Device memory left for a prefill's intermediate results, and for others' use of the device.
 RESERVE_BYTES = 4 << 30
 RESERVE_SHARE = 0.05
@@ -33,34 +36,47 @@ _PROBE_BYTES = 256 << 20
 def decoder(
     config: ModelConfig,
     weights: ModelWeights,
-    experts: PlacedExperts,
+    experts: DeviceExperts,
     engram: EngramSource,
     *,
     graphs: str,
     predictions: int,
     fitted: FittedGates = NO_FITTED_GATES,
     tracer: Tracer | None = None,
-) -> Decoder:
-    """A Decoder whose segments are launched as `graphs`, one of GRAPHS, says.
+) -> AnyDecoder:
+    """What runs tokens as `graphs`, one of GRAPHS, says.
 
     Raises UsageError for graphs on a device without them.
     """
     arguments = Arguments.of(weights, fitted, predict=predictions > 0)
     step = DecodeStep(config, arguments, predictions=min(predictions, config.n_routed_experts))
-    return Decoder(step, runner(graphs, step), experts, engram, tracer=tracer)
+    return decoder_over(step, experts, engram, graphs=graphs, tracer=tracer)
 
 
-def runner(graphs: str, step: DecodeStep) -> SegmentRunner:
-    """How `step`'s segments are launched."""
+def decoder_over(
+    step: DecodeStep,
+    experts: DeviceExperts,
+    engram: EngramSource,
+    *,
+    graphs: str,
+    tracer: Tracer | None = None,
+) -> AnyDecoder:
+    """As `decoder`, over a step that is there already."""
     device = step.buffers.streams.device
-    if graphs == "off":
-        return Eager()
     if graphs not in GRAPHS:
         raise UsageError(f"--graphs is {graphs!r}, expected {', '.join(GRAPHS)}")
+    if graphs == "off":
+        return Decoder(step, Eager(), experts, engram, tracer=tracer)
     if device.type != "cuda":
         raise UsageError(f"--graphs {graphs} needs a GPU, not {device}; leave it out or say off")
-    captured = Graphs(device, step.baked)
-    return captured if graphs == "on" else Oracle(step, captured)
+    if graphs == "on":
+        return Decoder(step, Graphs(device, step.baked), experts, engram, tracer=tracer)
+    eager = Decoder(step, Eager(), experts, engram, tracer=tracer)
+    token = TokenDecoder(eager, experts, OneGraph(Graphs(device, step.baked)), tracer=tracer)
+    if graphs == "token":
+        return token
+    oracle = Oracle(step, Graphs(device, step.baked))
+    return TokenOracle(token, Decoder(step, oracle, experts, engram, tracer=tracer), oracle)
 
 
 def device_tier(

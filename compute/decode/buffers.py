@@ -30,7 +30,10 @@ class Mix:
 
 
 class Buffers:
-    """`routed` int32 [k + 2 p] holds a layer's `ids` [1, k] and, of the next layer, `predicted` [p]
+    """`inputs` int64 [4] holds what the host says of a token: its id, its position, and, where it is
+    one graph, what its records are marked with and whether a wait of it ran out.
+
+    `routed` int32 [k + 2 p] holds a layer's `ids` [1, k] and, of the next layer, `predicted` [p]
     and the bits of fp32 `margins` [p]: one read-back gives all."""
 
     def __init__(self, config: ModelConfig, device: torch.device, predictions: int) -> None:
@@ -49,8 +52,8 @@ class Buffers:
         self.ratios = sorted({config.compress_ratios[at] for at in config.kv_source_layer_ids})
         turns, pairs = 2 + len(self.ratios), config.qk_rope_head_dim // 2
         # Of the token as such.
-        self.inputs = ints(2, dtype=torch.int64)
-        self.token, self.position = self.inputs.split(1)
+        self.inputs = ints(4, dtype=torch.int64)
+        self.token, self.position, self.tag, self.given_up = self.inputs.split(1)
         self.ratio_values = torch.tensor(self.ratios, dtype=torch.int64, device=device)
         self.cos, self.sin = fp32(turns, pairs), fp32(turns, pairs)
         self.slot, self.window_index = ints(1), ints(1, window)
@@ -91,14 +94,12 @@ class Buffers:
         self.inner, self.inner_limbs = bf16(k, inner), Limbs.empty(k, inner, device)
         self.outputs = bf16(1, k, width)
         self.shared_inner, self.shared = bf16(1, inner), bf16(1, width)
-        # Of the engram, one set of rows a layer: the copy of one must not wait for the other's use.
+        # Of the engram: a layer's codes, and behind them its scales.
         rows, columns = config.engram_rows_per_token, config.engram_head_dim
-        self.engram_codes = [
-            ints(1, rows, columns, dtype=torch.uint8) for _ in config.engram_layer_ids
-        ]
-        self.engram_scales = [
-            ints(1, rows, columns // 32, dtype=torch.uint8) for _ in config.engram_layer_ids
-        ]
+        codes, scales = rows * columns, rows * columns // 32
+        self.engram = ints(len(config.engram_layer_ids), codes + scales, dtype=torch.uint8)
+        self.engram_codes = [layer[:codes].view(1, rows, columns) for layer in self.engram]
+        self.engram_scales = [layer[codes:].view(1, rows, columns // 32) for layer in self.engram]
         self.engram_rounded = bf16(1, config.engram_width)
         self.key_value = bf16(1, (hc + 1) * width)
         # Of the head.

@@ -47,7 +47,8 @@ class Decoder:
         self._picks = config.num_experts_per_tok
         self._pinned = buffers.routed.is_cuda
         # Written by the host before a segment that reads it is launched, read back after one.
-        self._inputs = self._on_host(buffers.inputs)
+        self.inputs = self._on_host(buffers.inputs)
+        self.rows = self._on_host(buffers.engram)
         self._table = self._on_host(buffers.table)
         self._routed = self._on_host(buffers.routed)
         self._stream: torch.cuda.Stream | None = None
@@ -62,17 +63,24 @@ class Decoder:
         Raises ReadError and StallError from the sources; the state is then unusable.
         """
         try:
-            return self._run(token, state, ticket)
+            logits = self.run(token, state, ticket)
         except BaseException:
             self._experts.release()
             raise
+        state.advance()
+        return logits
 
-    def _run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+    def begin(self, token: int, state: SequenceState, tag: int = 0) -> None:
+        """What the device is told of the token, in `inputs`."""
+        self.step.bind(state)
+        self.inputs.numpy()[:] = token, state.length, tag, 0
+
+    def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        """As `forward`, without counting the token: the same token may be run again."""
         # Asked for once: it is what a layer's wait for its picks would begin with.
         self._stream = torch.cuda.current_stream() if self._pinned else None
-        self.step.bind(state)
-        self._inputs.numpy()[:] = token, state.length
-        self._fetch_rows(0, ticket)
+        self.begin(token, state)
+        self.fetch_rows(0, ticket)
         self._runner.run(0, self._segments[0])
         for layer in range(self._layers):
             with self._tracer.span("wait for picks", layer=layer):
@@ -81,19 +89,18 @@ class Decoder:
             placed = self._experts.placed(layer, picks)
             # Where somebody has to be asked, he shall know the prediction before we wait for him.
             if placed is None:
-                self._hint(layer, picks, routed)
+                self.hint(layer, picks, routed)
                 with self._tracer.span("place experts", layer=layer):
                     self._table.numpy()[:] = self._experts.place(layer, picks)
             else:
                 self._table.numpy()[:] = placed
                 # The read-back is overwritten by what is launched next.
                 routed = routed.copy()
-            self._fetch_rows(layer + 1, ticket)
+            self.fetch_rows(layer + 1, ticket)
             self._runner.run(layer + 1, self._segments[layer + 1])
             self._experts.release()
             if placed is not None:
-                self._hint(layer, picks, routed)
-        state.advance()
+                self.hint(layer, picks, routed)
         return self.step.buffers.logits.flatten().clone()
 
     def _segment(self, layer: int) -> Callable[[], None]:
@@ -103,7 +110,7 @@ class Decoder:
 
         def launch() -> None:
             if layer == 0:
-                step.buffers.inputs.copy_(self._inputs, non_blocking=True)
+                step.buffers.inputs.copy_(self.inputs, non_blocking=True)
                 step.begin()
             else:
                 step.buffers.table.copy_(self._table, non_blocking=True)
@@ -112,6 +119,8 @@ class Decoder:
                 step.head()
                 return
             if has_engram:
+                at = step.config.engram_layer_ids.index(layer)
+                step.buffers.engram[at].copy_(self.rows[at], non_blocking=True)
                 step.engram(layer)
             step.attention(layer)
             step.route(layer)
@@ -119,15 +128,16 @@ class Decoder:
 
         return launch
 
-    def _fetch_rows(self, layer: int, ticket: int) -> None:
-        """Hand `layer`'s engram rows down, if it has any; waits for them."""
+    def fetch_rows(self, layer: int, ticket: int) -> None:
+        """Put `layer`'s engram rows, if it has any, into `rows`; waits for them."""
         if layer not in self.step.config.engram_layer_ids:
             return
         at = self.step.config.engram_layer_ids.index(layer)
         with self._tracer.span("engram", layer=layer):
             codes, scales = self._engram.rows(ticket, at)
-        self.step.buffers.engram_codes[at].copy_(codes)
-        self.step.buffers.engram_scales[at].copy_(scales)
+        into = self.rows[at]
+        into[: codes.numel()].copy_(codes.flatten())
+        into[codes.numel() :].copy_(scales.flatten())
 
     def _read_back(self) -> Words:
         """What the segment just launched has routed; waits for the device."""
@@ -139,7 +149,7 @@ class Decoder:
             self.waits += 1
         return self._routed.numpy()
 
-    def _hint(self, layer: int, picks: list[int], routed: Words) -> None:
+    def hint(self, layer: int, picks: list[int], routed: Words) -> None:
         """Publish the layer's picks and the prediction."""
         guesses = routed[self._picks :]
         if layer + 1 < self._layers and len(guesses):

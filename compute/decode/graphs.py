@@ -1,4 +1,4 @@
-"""How a token's segments are launched: eagerly, or captured once and replayed.
+"""How a token's segments are launched: eagerly, or captured once and replayed; or all as one.
 
 Owns the captured graphs. A graph has addresses baked in; they are compared at every replay, and a
 difference captures the segment anew. A capture that fails is said once, and all goes on eagerly.
@@ -31,6 +31,19 @@ class Eager:
         launch()
 
 
+class TokenRunner(Protocol):
+    """Runs a whole token while the caller goes on."""
+
+    def start(self, launch: Launch) -> bool:
+        """Begin what `launch` does, whose kernels have all run before; False where that cannot be
+        without the caller."""
+        ...
+
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        ...
+
+
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -58,15 +71,17 @@ class Graphs:
         self.captures = 0
 
     def run(self, segment: int, launch: Launch) -> None:
-        if self._failed:
-            launch()
-        elif segment not in self._warm:
+        if segment not in self._warm:
             launch()
             self._warm.add(segment)
-        else:
-            self._replay(segment, launch)
+        elif not self.replay(segment, launch):
+            launch()
 
-    def _replay(self, segment: int, launch: Launch) -> None:
+    def replay(self, segment: int, launch: Launch) -> bool:
+        """Replay `segment`, captured first if need be; False, and nothing done, where that fails.
+        Every kernel of it has run before."""
+        if self._failed:
+            return False
         baked = self._baked()
         captured = self._captured.get(segment)
         if captured is None or not captured.serves(launch, baked):
@@ -74,10 +89,10 @@ class Graphs:
                 graph = self._capture(launch)
             except RuntimeError as error:
                 self._give_up(error)
-                launch()
-                return
+                return False
             captured = self._captured[segment] = _Captured(graph, launch, baked)
         captured.graph.replay()
+        return True
 
     def _capture(self, launch: Launch) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -97,3 +112,20 @@ class Graphs:
         self._captured.clear()
         reason = str(error).splitlines()[0]
         print(f"decode goes on without graphs: a capture failed ({reason})", file=sys.stderr)
+
+
+class OneGraph:
+    """A TokenRunner whose tokens are the one segment of `graphs`."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self._ended = torch.cuda.Event()
+
+    def start(self, launch: Launch) -> bool:
+        started = self._graphs.replay(0, launch)
+        if started:
+            self._ended.record()
+        return started
+
+    def running(self) -> bool:
+        return not self._ended.query()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compute.kernels.ask import ask
 from compute.kernels.attention import attend
 from compute.kernels.begin import begin_token
 from compute.kernels.compressor import compress_step, index_key_step
@@ -19,6 +20,7 @@ from compute.kernels.norms import finish_query_kv, quantize, rms_norm
 from compute.kernels.router import predict, route
 
 __all__ = [
+    "ask",
     "attend",
     "begin_token",
     "bf16_matvec",

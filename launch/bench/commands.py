@@ -36,7 +36,13 @@ def _say(figures: dict[str, Any], as_json: bool, sentence: str) -> None:
 @of_checkpoint
 @click.option("--readers", default=4, show_default=True, help="Reader processes, and preadv loops.")
 @rounds_option(7)
-@click.option("--round", "round_size", default="512MiB", show_default=True, help="Bytes a round.")
+@click.option(
+    "--round",
+    "round_size",
+    default="2GiB",
+    show_default=True,
+    help="Bytes a round; at most half of the experts.",
+)
 @click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
 @click.option("--direct/--buffered", default=True, show_default=True, help="Use O_DIRECT.")
 @click.option(

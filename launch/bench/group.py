@@ -26,7 +26,7 @@ from launch.group import ProcessGroup
 from launch.options import GenerateOptions, GroupOptions
 from protocol import counters
 from protocol.config import ModelConfig
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, failure
 from protocol.layouts import Progress
 from protocol.messages import Finished, Generate, TokenEvent
 from protocol.shards import Shards
@@ -93,8 +93,10 @@ async def through_group(group: ProcessGroup, options: GenerateOptions) -> tuple[
 
 
 def _speed(finished: Finished | None) -> float:
-    if finished is None or finished.reason == "error":
-        raise HeadraceError(finished.error if finished else "no answer")
+    if finished is None:
+        raise HeadraceError("no answer")
+    if finished.reason == "error":
+        raise failure(finished.failure, finished.error)
     return finished.figures[counters.TOKENS_PER_S]
 
 

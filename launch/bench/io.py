@@ -128,21 +128,23 @@ def _account(pool: list[float], plain: list[float], group: ExpertGroup) -> dict[
 
 
 def _sets(group: ExpertGroup, slots: int, round_bytes: int) -> list[Keys]:
-    """Disjoint sets of experts, each larger than the cache, so that none is ever a hit."""
+    """Disjoint sets of experts, each larger than the cache, so that none is ever a hit.
+
+    At most half of the experts each: there have to be two, or a round would find the other's.
+    """
     config = group.config
     keys = [
         (layer, expert)
         for layer in range(config.num_hidden_layers)
         for expert in range(config.n_routed_experts)
     ]
-    count = max(slots, round_bytes // group.slices.slot_bytes)
-    sets = [keys[i : i + count] for i in range(0, len(keys) - count + 1, count)]
-    if len(sets) < 2:
+    if len(keys) < 2 * slots:
         raise UsageError(
-            f"{group.checkpoint}: has {len(keys)} experts, two rounds of {count} do not fit; "
-            "give a smaller --round, fewer --readers, or a checkpoint with more experts"
+            f"{group.checkpoint}: has {len(keys)} experts, two rounds of {slots} do not fit; "
+            "give fewer --readers, or a checkpoint with more experts"
         )
-    return sets
+    count = min(max(slots, round_bytes // group.slices.slot_bytes), len(keys) // 2)
+    return [keys[i : i + count] for i in range(0, len(keys) - count + 1, count)]
 
 
 def _bytes(group: ExpertGroup, keys: Keys) -> int:

@@ -24,10 +24,10 @@ from launch.chat_format.reply import (
 from launch.options import GenerateOptions
 from launch.server.activity import Activity, WatchedRequest
 from launch.server.engine import Engine
-from launch.server.errors import ApiError
+from launch.server.errors import ApiError, engine_error
 from launch.server.waiting_line import Turn, WaitingLine
 from protocol import counters
-from protocol.errors import HeadraceError, UsageError
+from protocol.errors import HeadraceError, failure
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 
 
@@ -142,10 +142,8 @@ class Answer:
                 self.outcome = await self._generate(engine, watched)
         except ApiError as error:
             self.error = error
-        except UsageError as error:
-            self.error = ApiError(400, str(error))
         except HeadraceError as error:
-            self.error = ApiError(503, str(error))
+            self.error = engine_error(error)
         finally:
             line.leave(turn)
             self._changed.set()
@@ -188,7 +186,7 @@ class Answer:
                             return self._end("stop", {})
                     case Finished():
                         if event.reason == "error":
-                            raise ApiError(500, event.error)
+                            raise failure(event.failure, event.error)
                         return self._end(event.reason, event.figures)
         raise ApiError(500, "the engine ended the answer without saying why")
 

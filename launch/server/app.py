@@ -16,7 +16,7 @@ from launch.server.answers import PlainReader
 from launch.server.bodies import ChatBody, CompletionBody, parse_body
 from launch.server.connection import ClientLeft, read_body, while_connected
 from launch.server.engine import Engine
-from launch.server.errors import ApiError
+from launch.server.errors import ApiError, engine_error
 from launch.server.guard import Guard
 from launch.server.metrics import metrics_text
 from launch.server.monitor import KEPT_SAMPLES, Monitor, health
@@ -149,7 +149,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:
-    return ApiError(503, str(error)).response()
+    assert isinstance(error, HeadraceError)
+    return engine_error(error).response()
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

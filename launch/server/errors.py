@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from protocol.errors import HeadraceError, ReadError, StallError, UsageError
+
 
 class ApiError(Exception):
     """An answer with an error status. `param` names the field that is wrong."""
@@ -44,6 +46,21 @@ class ApiError(Exception):
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+# By exit code, which says what kind of error it is. A disk that stalled may answer next time, and a
+# machine or a group that is not there may be again; what is wrong in the data or here stays so.
+_STATUS = {
+    HeadraceError.exit_code: 500,
+    UsageError.exit_code: 400,
+    StallError.exit_code: 504,
+    ReadError.exit_code: 500,
+}
+
+
+def engine_error(error: HeadraceError) -> ApiError:
+    """What the engine could not do, with the status that says whether to try again."""
+    return ApiError(_STATUS.get(error.exit_code, 503), str(error))
 
 
 def bad_field(param: str, message: str) -> ApiError:

@@ -26,7 +26,7 @@ from launch.server.sampling_defaults import SamplingDefaults
 from launch.terminal.dialogue import Dialogue
 from launch.terminal.live_markdown import LiveMarkdown
 from protocol import counters
-from protocol.errors import HeadraceError, UsageError
+from protocol.errors import HeadraceError, UsageError, failure
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 
 STATUS_S = 0.5
@@ -124,7 +124,7 @@ class Talker:
                             break
                     case Finished():
                         if event.reason == "error":
-                            raise HeadraceError(event.error)
+                            raise failure(event.failure, event.error)
                         self.last = event
         reading.finish(screen, cut=self.last is not None and self.last.reason == "length")
 

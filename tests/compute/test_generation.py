@@ -3,6 +3,7 @@ asked for in time, a failed request that spoils the next, a resumed conversation
 
 from __future__ import annotations
 
+import errno
 import itertools
 from typing import cast
 
@@ -203,21 +204,27 @@ def test_a_bad_request_is_one_line_and_asks_for_nothing(changes: dict[str, objec
 
 @pytest.mark.parametrize("position", [1, 5, 9, 11])
 @pytest.mark.parametrize(
-    ("failure", "message"),
+    ("failure", "kind", "message"),
     [
-        (ReadError("shard 3: short"), "shard 3: short"),
-        (StallError("layer 5: slow"), "layer 5: slow"),
-        (ZeroDivisionError("nobody\nforesaw"), "internal error: ZeroDivisionError: nobody fore"),
+        (ReadError("shard 3: short"), "read", "shard 3: short"),
+        (StallError("layer 5: slow"), "stall", "layer 5: slow"),
+        (OSError(errno.ENOMEM, "no"), "resource", "memory cannot be had"),
+        (
+            ZeroDivisionError("nobody\nforesaw"),
+            "internal",
+            "internal error: ZeroDivisionError: nobody fore",
+        ),
     ],
 )
 def test_a_failure_in_any_pass_is_this_requests_alone(
-    position: int, failure: Exception, message: str
+    position: int, failure: Exception, kind: str, message: str
 ):
     rig = Rig(script=[20, 21, 22, EOS], prompt=10, chunk_tokens=4)
     assert rig.scripted is not None
     rig.scripted.fail_at = (position, failure)
     events = rig.run(request(PROMPT))
-    assert finished(events).reason == "error" and finished(events).error.startswith(message)
+    assert (finished(events).reason, finished(events).failure) == ("error", kind)
+    assert finished(events).error.startswith(message)
     assert "\n" not in finished(events).error
     rig.scripted.fail_at = None
     assert tokens_of(rig.run(request(PROMPT))) == [20, 21, 22, EOS]

@@ -341,8 +341,15 @@ def test_an_expert_that_cannot_be_used_fails_the_request_with_its_file(
     for expert in range(16):
         damage.set_byte(checkpoint, f"layers.3.ffn.experts.{expert}.w1.scale", 255)
     refusal = refuse(tmp_path, checkpoint, *PROMPT)
-    assert refusal.code == 1 and refusal.started
+    assert refusal.code == 7 and refusal.started
     assert "model-00006-of-00015.safetensors" in refusal.line and "byte 255" in refusal.line
+
+
+def test_a_disk_that_stalls_during_a_request_is_no_stall_to_a_script(tmp_path: Path) -> None:
+    stalls = ("--reader-faults", "delay:seconds=30", "--stall-timeout", "0.5")
+    refusal = refuse(tmp_path, damage.MINI, *PROMPT, *stalls)
+    assert refusal.code == 6 and refusal.started
+    assert "did not come within 0.5 s" in refusal.line
 
 
 # --- where it speaks ------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ def ring_engram(engram: EngramProcess, stall_timeout: float = 20.0) -> Iterator[
         engram.ring,
         ProgressPage(progress),
         Tracer("compute"),
-        torch.device("cpu"),
         stall_timeout=stall_timeout,
     )
     progress.close()

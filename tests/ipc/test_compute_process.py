@@ -103,14 +103,15 @@ def test_bad_requests_are_one_line_each_and_harm_nobody(group: RunningGroup):
         ([3], {"stop": ("",)}, "a stop string of 0 characters"),
     ):
         end = finished(group.events(prompt, 2, **changes))
-        assert end.reason == "error" and message in end.error and "\n" not in end.error
+        assert (end.reason, end.failure) == ("error", "usage")
+        assert message in end.error and "\n" not in end.error
     assert len(group.tokens(PROMPT, 2)) == 2
 
 
 def test_a_malformed_or_foreign_message_is_counted_and_dropped(group: RunningGroup):
     before = group.stats()["compute"][counters.MALFORMED_MESSAGES]
     socket = group.group._control._socket
-    for frame in (b"", b"\x01", b"\x01\x14junk", b"\x07\x14\x90", b"\x01\xff\x90"):
+    for frame in (b"", b"\x02", b"\x02\x14junk", b"\x07\x14\x90", b"\x02\xff\x90"):
         socket.send_multipart([b"compute", frame])
     group.group._control.send(Cancel(99_999), to="compute")
     assert group.stats()["compute"][counters.MALFORMED_MESSAGES] == before + 5

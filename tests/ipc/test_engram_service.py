@@ -98,7 +98,7 @@ def test_malformed_messages_are_counted_and_survived(shared_engram: EngramProces
     good = EngramRequest(0, 0, [5], []).encode()
     bad = [
         [b""],
-        [b"\x01"],
+        [b"\x02"],
         [b"\x63" + good[1:]],
         [good[:-1]],
         [good + b"\xc1"],

@@ -179,7 +179,7 @@ def test_senseless_messages_are_counted_and_survived() -> None:
         raw = group.context.socket(zmq.DEALER)
         raw.setsockopt(zmq.LINGER, 0)
         raw.connect(group.endpoints.experts)
-        frames = [b"", b"\x01", b"\x01\x28\xc1", b"\x07\x28\x93\x01\x02\x90", os.urandom(5000)]
+        frames = [b"", b"\x02", b"\x02\x28\xc1", b"\x07\x28\x93\x01\x02\x90", os.urandom(5000)]
         frames += [Demand(1, 99, [0]).encode(), Demand(1, 0, [9999]).encode()]
         for frame in frames:
             raw.send(frame)

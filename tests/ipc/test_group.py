@@ -91,7 +91,7 @@ def test_a_stopped_expert_service_is_a_hang_or_ends_the_group(
         end = group.run(collect(events))[-1]
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert isinstance(end, Finished) and end.reason == "error"
+    assert isinstance(end, Finished) and (end.reason, end.failure) == ("error", "stall")
     assert "did not come within 3" in end.error and "layer" in end.error
     assert group.tokens(PROMPT, TOKENS) == answer
 
@@ -103,11 +103,11 @@ def test_senseless_frames_on_the_control_socket_do_harm(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.connect(f"ipc://{group.group.endpoints}/control")
-    for frame in (b"", b"\x01", b"\x07\x01\x90", b"\x01\x03\xc1", os.urandom(3000)):
+    for frame in (b"", b"\x02", b"\x07\x01\x90", b"\x02\x03\xc1", os.urandom(3000)):
         stranger.send(frame)
     # Of another request, and of none.
     stranger.send(TokenEvent(10**9, 5, "no", None, [], []).encode())
-    stranger.send(Finished(-1, "stop", "", "", 0, 0, 0, {}).encode())
+    stranger.send(Finished(-1, "stop", "", "", "", 0, 0, 0, {}).encode())
     assert group.tokens(PROMPT, TOKENS) == answer
     while group.stats()["supervisor"]["malformed_messages"] < before + 5:
         pass
@@ -118,7 +118,7 @@ def test_rows_that_cannot_be_read_spoil_more_than_their_request(answer: list[int
     # Both tables are one read of codes and one of scales here, each tried three times.
     with RunningGroup(engram_faults="eio:times=6", chunk_tokens=CHUNK) as broken:
         end = broken.events(PROMPT, TOKENS)[-1]
-        assert isinstance(end, Finished) and end.reason == "error"
+        assert isinstance(end, Finished) and (end.reason, end.failure) == ("error", "read")
         assert "engram" in end.error and ".safetensors" in end.error and "\n" not in end.error
         assert broken.tokens(PROMPT, TOKENS) == answer
 

@@ -79,7 +79,7 @@ def test_a_reader_that_dies_whenever_it_reads_is_replaced_for_ever() -> None:
 def test_a_read_that_fails_for_good_takes_the_group_with_it() -> None:
     with RunningGroup(slots=MINIMUM_SLOTS, reader_faults="eio:after=60:times=4") as group:
         end = group.events(PROMPT, TOKENS)[-1]
-        assert isinstance(end, Finished) and end.reason == "error"
+        assert isinstance(end, Finished) and (end.reason, end.failure) == ("error", "read")
         assert "safetensors" in end.error and "\n" not in end.error
         # The disk recovers within four reads, and a request fails at one at least.
         answers = [group.events(PROMPT, TOKENS) for _ in range(4)]

@@ -79,7 +79,7 @@ def test_a_peer_that_takes_nothing_fills_no_memory(
         ([b""], "0 bytes"),
         ([b"\x09\x05\x91\x00"], "version 9"),
         ([StatsRequest(1).encode()], "not expected"),
-        ([b"\x01\x01\xff\xff"], "Hello"),
+        ([b"\x02\x01\xff\xff"], "Hello"),
         ([b"one", b"two"], "3 frames"),
     ],
 )

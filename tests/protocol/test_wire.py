@@ -32,6 +32,8 @@ def _value(hint: typing.Any, draw: random.Random) -> typing.Any:
     if hint is bool:
         return draw.choice([False, True])
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return draw.choice(arguments)
     if origin is list:
         return [_value(arguments[0], draw) for _ in range(draw.choice([0, 1, 5]))]
     if origin is dict:
@@ -126,6 +128,17 @@ def test_a_frame_without_a_known_message_is_refused(frame: bytes) -> None:
 def test_a_body_that_is_not_msgpack_of_its_fields_is_refused(body: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode(bytes((VERSION, messages.Hello.CODE)) + body, [messages.Hello])
+
+
+def test_a_kind_of_failure_that_nobody_knows_is_refused() -> None:
+    ended = ["error", "", "slow", "stall", 4, 0, 0, {}]
+    frame = bytes((VERSION, messages.Finished.CODE))
+    known = decode(frame + msgpack.packb([1, *ended]), [messages.Finished])
+    assert known == messages.Finished(1, *ended)
+    for kind in ("bored", None, 7, ["stall"]):
+        ended[3] = kind
+        with pytest.raises(MalformedMessage, match=r"Finished\.failure"):
+            decode(frame + msgpack.packb([1, *ended]), [messages.Finished])
 
 
 def test_random_damage_never_does_anything_but_refuse() -> None:

@@ -17,7 +17,7 @@ from launch.memory import MemoryPlan
 from launch.options import GenerateOptions, GroupOptions
 from launch.server.engine import Event, Stats
 from protocol.config import ModelConfig
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, failure_kind
 from protocol.layouts import Directory, pack_entry
 from protocol.messages import Finished, PrefillProgress, TokenEvent
 from tests.chat_format.speech import MINI, byte_tokens, spell
@@ -39,7 +39,7 @@ class FakeEngine:
         self.directory.entry[:] = -1
         self.directory.entry[0, :3] = [pack_entry(slot, 1) for slot in range(3)]
         self.script = script
-        self.error = ""
+        self.error: HeadraceError | None = None
         self.counters: dict[str, float] = {"demand_hits": 10, "steps": 5}
         # What has been asked, cancelled and made.
         self.requests: list[GenerateOptions] = []
@@ -107,11 +107,18 @@ class FakeEngine:
             top = [token, 300][: options.logprobs or 0]
             yield TokenEvent(0, token, "", logprob, top, [-0.25 * count, -9.0][: len(top)])
         reason = "stop" if len(reply) <= options.max_tokens else "length"
-        yield self._finished(options, reason, count, "")
+        yield self._finished(options, reason, count)
 
-    def _finished(self, options: GenerateOptions, reason: str, count: int, error: str) -> Finished:
+    def _finished(
+        self,
+        options: GenerateOptions,
+        reason: str,
+        count: int,
+        error: HeadraceError | None = None,
+    ) -> Finished:
         figures = {"tokens_per_s": 10.0, "demand_hits": 3.0}
-        return Finished(0, reason, "", error, len(options.prompt), 0, count, figures)
+        said, kind = (str(error), failure_kind(error)) if error else ("", "")
+        return Finished(0, reason, "", said, kind, len(options.prompt), 0, count, figures)
 
 
 def prompt_text(options: GenerateOptions) -> str:

@@ -10,6 +10,7 @@ from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
 from launch.options import GenerateOptions
+from protocol.errors import HeadraceError, ReadError, ResourceError, StallError, UsageError
 from tests.chat_format.speech import byte_tokens
 from tests.server.fake_engine import FakeEngine, prompt_text
 from tests.server.serving import chat_body, in_loop, serving
@@ -297,16 +298,23 @@ async def test_control_tokens_in_a_message_are_text() -> None:
 
 
 @in_loop
-async def test_an_engine_error_is_a_500_and_in_a_stream_an_error_event() -> None:
+async def test_an_engine_error_has_another_kinds_status_or_ends_a_stream_as_if_whole() -> None:
     engine = FakeEngine("abcdef")
-    engine.error = "layer 3: expert 7 of model-00005: short read"
     async with serving(engine) as served:
-        answer = await served.post("/v1/chat/completions", chat_body())
-        assert answer.status_code == 500
-        assert answer.json()["error"]["message"] == engine.error
-        streamed = await served.post("/v1/chat/completions", chat_body(stream=True))
-        assert engine.error in streamed.text and "[DONE]" not in streamed.text
-        engine.error = ""
+        for engine.error, status in (
+            (ReadError("layer 3: expert 7 of model-00005: short read"), 500),
+            (StallError("layer 3: expert 7 did not come within 60 s"), 504),
+            (ResourceError("memory cannot be had"), 503),
+            (UsageError("the prompt is empty"), 400),
+            (HeadraceError("internal error"), 500),
+        ):
+            said = str(engine.error)
+            answer = await served.post("/v1/chat/completions", chat_body())
+            assert answer.status_code == status, said
+            assert answer.json()["error"]["message"] == said
+            streamed = await served.post("/v1/chat/completions", chat_body(stream=True))
+            assert said in streamed.text and "[DONE]" not in streamed.text
+        engine.error = None
         assert (await served.chat()).choices[0].message.content == "abcdef"
 
 
