@@ -94,9 +94,9 @@ class ComputeSpec(Message):
     bound every wait for experts or rows. `threads` is torch's own count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
     so that it is copied from without a detour. On a GPU `graphs` says how decode steps are launched
-    (off, on, token, oracle), and `device_cache_bytes` how much device memory holds experts (0: none, the
-    arena alone serves; -1: what is free). `route_trace` is where routes are recorded ("":
-    not), `route_trace_inputs` whether activations are, beside it."""
+    (off, on, token, oracle), and `device_cache_bytes` how much device memory holds experts (0:
+    none, the arena alone serves; -1: what is free). `route_trace` is where routes are recorded
+    ("": not), `route_trace_inputs` whether activations are, beside it."""
 
     control: str
     experts: str

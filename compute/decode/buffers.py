@@ -30,8 +30,8 @@ class Mix:
 
 
 class Buffers:
-    """`inputs` int64 [4] holds what the host says of a token: its id, its position, and, where it is
-    one graph, what its records are marked with and whether a wait of it ran out.
+    """`inputs` int64 [4] holds what the host says of a token: its id, its position, and, where it
+    is one graph, what its records are marked with and whether a wait of it ran out.
 
     `routed` int32 [k + 2 p] holds a layer's `ids` [1, k] and, of the next layer, `predicted` [p]
     and the bits of fp32 `margins` [p]: one read-back gives all."""

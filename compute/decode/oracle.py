@@ -105,6 +105,8 @@ def differing(
 ) -> Iterator[str]:
     """Names of the tensors that differ in a bit: NaN in scratch that nobody reads equals itself."""
     for name, tensor in found.items():
-        got, want = (part.contiguous().view(-1).view(torch.uint8) for part in (tensor, wanted[name]))
+        got, want = (
+            part.contiguous().view(-1).view(torch.uint8) for part in (tensor, wanted[name])
+        )
         if not torch.equal(got, want):
             yield name

@@ -1,0 +1,89 @@
+"""What a running token and the host say to each other: the host's side of `compute.kernels.ask`.
+
+Owns the memory between them. The device writes records into pinned host memory, one a layer; the
+host's answers are copied to the device on a stream of its own, behind the experts they speak of.
+Words carry the token's tag and the layer, so that what is left of an earlier token is never taken
+for this one's, and one that has come only in part is one that has not come.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from compute.sources import Addresses
+
+Words = npt.NDArray[np.int32]
+_LOWER = 0xFFFFFFFF
+_ABSENT = 1 << 31
+# A pick's parts in the answer: six addresses, whether the host goes on, and one that stays 0.
+PARTS, GO_ON = 8, 6
+
+
+class Record(NamedTuple):
+    """What a layer of the running token has routed: int32 [k + 2 p] as `Buffers.routed`, and
+    whether an expert is absent from the device, which then waits for the answer."""
+
+    routed: Words
+    waits: bool
+
+
+class Mailbox:
+    """For one token at a time of a model of `layers`, `picks` experts a token and `predictions`.
+
+    `records` int64 [layers, W] and `status` int64 [1] are the device's to write, `answer` int64
+    [picks, 8, 2] lies on the device and is written by `reply`.
+    """
+
+    def __init__(self, layers: int, picks: int, predictions: int, device: torch.device) -> None:
+        self._layers, self._picks = layers, picks
+        self._said = picks + 2 * predictions
+        pinned = device.type == "cuda"
+        width = 1 << (self._said - 1).bit_length()
+        self.records = torch.zeros(layers, width, dtype=torch.int64, pin_memory=pinned)
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self.answer = torch.zeros(picks, PARTS, 2, dtype=torch.int64, device=device)
+        self._staged = torch.zeros(picks, PARTS, 2, dtype=torch.int64, pin_memory=pinned)
+        self._tokens = 0
+        self.tag = 0
+
+    def begin(self) -> int:
+        """The tag of another token; tag + layer is from 1 to 2^31 - 1 and not soon used again."""
+        self._tokens = self._tokens % ((1 << 31) // self._layers - 1) + 1
+        self.tag = self._tokens * self._layers
+        return self.tag
+
+    def heard(self, layer: int) -> Record | None:
+        """The record of `layer`, once all of it is here."""
+        records, stamp = self.records.numpy(), self.tag + layer
+        # Most looks end here.
+        if records.item(layer, 0) >> 32 != stamp:
+            return None
+        words = records[layer, : self._said].copy()
+        if (words >> 32 != stamp).any():
+            return None
+        words &= _LOWER
+        absent = words[: self._picks] & _ABSENT
+        words[: self._picks] ^= absent
+        return Record(words.astype(np.uint32).view(np.int32), bool(absent.any()))
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a wait of this token has run out on the device, and what it computes is void."""
+        return self.tag <= int(self.status.numpy()[0]) >> 32 < self.tag + self._layers
+
+    def reply(self, layer: int, addresses: Addresses | None) -> None:
+        """Answer `layer` with int64 [picks, 6], behind what the current stream has to do; None
+        gives the token up."""
+        parts = np.zeros((self._picks, PARTS), np.int64)
+        if addresses is not None:
+            parts[:, : addresses.shape[1]] = addresses
+            parts[0, GO_ON] = 1
+        staged = self._staged.numpy()
+        staged[..., 0] = parts & _LOWER
+        staged[..., 1] = parts >> 32
+        staged |= (self.tag + layer) << 32
+        self.answer.copy_(self._staged, non_blocking=True)

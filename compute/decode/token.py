@@ -1,0 +1,197 @@
+"""A whole token as one captured graph, whose misses are answered while it runs.
+
+Owns the launches of such a token and the host's part beside it. What the host does between two
+segments otherwise, the device does by itself (`compute.kernels.ask`): it looks the picks up and,
+where one is absent, waits for an answer. The answer comes from the thread that launched the token,
+which has nothing else to do until it is sampled; so no lock changes hands, and the arena's slots,
+demands and hints are this process's as they are without graphs.
+
+A wait on the device that runs out ends in the token being repeated by eager launches. They write
+what the graph has written: the rows of one position, and nothing that an earlier position left and
+this one still reads.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from compute.bounded_wait import BoundedWait
+from compute.decode.decoder import Decoder
+from compute.decode.graphs import TokenRunner
+from compute.decode.mailbox import Mailbox, Record
+from compute.device_experts import DeviceExperts
+from compute.kernels import kernels_for
+from compute.sequence import SequenceState
+from compute.sources import NullTracer, Tracer
+from protocol.errors import StallError
+
+# How often the device looks for an answer, each look most of a microsecond: what a layer's experts
+# take from a disk, but no stall.
+LOOKS = 3_000_000
+# Looks of the host between two questions whether the device still works.
+HOST_LOOKS = 500
+# A layer takes a tenth of a millisecond; a device that says nothing for this long has stopped.
+SILENCE_S = 30.0
+
+
+class TokenDecoder:
+    """Runs single tokens as `eager` does, over the same `DecodeStep` and the experts of `tier`.
+
+    `waits` and `waited_s` count the host's waits for the device, `repeated` the tokens that were
+    run again eagerly.
+    """
+
+    def __init__(
+        self,
+        eager: Decoder,
+        tier: DeviceExperts,
+        runner: TokenRunner,
+        *,
+        looks: int = LOOKS,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.step = eager.step
+        self._eager = eager
+        self._tier = tier
+        self._runner = runner
+        self._looks = looks
+        self._tracer: Tracer = tracer or NullTracer()
+        config, device = self.step.config, self.step.buffers.streams.device
+        self._layers, self._picks = config.num_hidden_layers, config.num_experts_per_tok
+        predictions = len(self.step.buffers.predicted)
+        self._mailbox = Mailbox(self._layers, self._picks, predictions, device)
+        self._slots = torch.zeros_like(tier.table, device=device)
+        self._ask = kernels_for(device).ask
+        self._warm = False
+        self.waits = self.repeated = 0
+        self.waited_s = 0.0
+
+    @torch.inference_mode()
+    def forward(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        """fp32 logits [V] after `token` at position state.length, which is counted.
+
+        Raises ReadError and StallError from the sources; the state is then unusable.
+        """
+        try:
+            logits = self.run(token, state, ticket)
+        except BaseException:
+            self._tier.release()
+            raise
+        state.advance()
+        return logits
+
+    def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        """As `forward`, without counting the token: the same token may be run again."""
+        if not self._warm:
+            logits = self._eager.run(token, state, ticket)
+            self._warm_up()
+            return logits
+        self._eager.begin(token, state, self._mailbox.begin())
+        for layer in self.step.config.engram_layer_ids:
+            self._eager.fetch_rows(layer, ticket)
+        self._tier.make_room()
+        if not self._runner.start(self._launch):
+            return self._eager.run(token, state, ticket)
+        try:
+            with self._tracer.span("token's graph"):
+                self._serve()
+        finally:
+            self._end()
+        if self._mailbox.gave_up:
+            self._say_repeated()
+            return self._eager.run(token, state, ticket)
+        return self.step.buffers.logits.flatten().clone()
+
+    def _launch(self) -> None:
+        """The token, from what lies in host memory to its logits."""
+        step, config = self.step, self.step.config
+        step.buffers.inputs.copy_(self._eager.inputs, non_blocking=True)
+        step.buffers.engram.copy_(self._eager.rows, non_blocking=True)
+        self._slots.copy_(self._tier.table, non_blocking=True)
+        step.begin()
+        for layer in range(self._layers):
+            if layer in config.engram_layer_ids:
+                step.engram(layer)
+            step.attention(layer)
+            step.route(layer)
+            self._look_up(layer)
+            step.experts(layer)
+        step.head()
+
+    def _look_up(self, layer: int) -> None:
+        b, mailbox = self.step.buffers, self._mailbox
+        self._ask(
+            b.routed, b.tag, b.given_up, self._slots[layer], self._tier.first_slot,
+            mailbox.records[layer], mailbox.status, mailbox.answer, b.table,
+            layer=layer, slot_bytes=self._tier.slot_bytes, looks=self._looks,
+        )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """Run the one kernel that eager tokens do without, on a token that waits for nothing."""
+        self.step.buffers.given_up.fill_(1)
+        self._look_up(0)
+        self._warm = True
+
+    def _serve(self) -> None:
+        """Answer the running token, and pass on what it picks and predicts."""
+        for layer in range(self._layers):
+            record = self._await(layer)
+            if record is None or self._mailbox.gave_up:
+                return
+            self._tier.passed()
+            picks: list[int] = record.routed[: self._picks].tolist()
+            if record.waits:
+                self._answer(layer, picks, record)
+            else:
+                self._tier.placed(layer, picks)
+                self._eager.hint(layer, picks, record.routed)
+
+    def _answer(self, layer: int, picks: list[int], record: Record) -> None:
+        addresses = None
+        try:
+            # Who is asked for what is missing shall know the prediction before we wait for him.
+            self._eager.hint(layer, picks, record.routed)
+            with self._tracer.span("place experts", layer=layer):
+                addresses = self._tier.bring(layer, picks)
+        finally:
+            with self._tier.behind_copies():
+                self._mailbox.reply(layer, addresses)
+
+    def _await(self, layer: int) -> Record | None:
+        """`layer`'s record; None where the token has ended without one."""
+        silence = BoundedWait(SILENCE_S)
+        while True:
+            for _ in range(HOST_LOOKS):
+                record = self._mailbox.heard(layer)
+                if record is not None:
+                    self.waited_s += silence.seconds
+                    return record
+            if not self._runner.running():
+                return self._mailbox.heard(layer)
+            if silence.exhausted:
+                raise _silent(f"layer {layer}")
+
+    def _end(self) -> None:
+        """Wait until the token has ended, well or not."""
+        silence = BoundedWait(SILENCE_S)
+        while self._runner.running():
+            if silence.exhausted:
+                raise _silent("the end of its token")
+        self.waits += 1
+        self.waited_s += silence.seconds
+        self._tier.passed()
+
+    def _say_repeated(self) -> None:
+        if not self.repeated:
+            print(
+                "a token's graph waited in vain for an expert; it is repeated without graphs, as "
+                "others will be where the disk is that slow",
+                file=sys.stderr,
+            )
+        self.repeated += 1
+
+
+def _silent(where: str) -> StallError:
+    return StallError(f"the device did not come to {where} within {SILENCE_S:.0f} s")

@@ -1,0 +1,119 @@
+"""Where a layer's experts lie, asked from inside a captured graph.
+
+Owns the kernel that stands between a layer's picks and its experts when a whole token is one graph.
+It tells the host what was picked and predicted, through registered host memory, and finds the
+picks' addresses in a table on the device. Only where one of them is not on the device does it wait
+for the host's answer, with a bound; a wait that runs out is the last one of its token.
+
+Every word of the record and of the answer carries the token's tag and layer in its upper half. So
+none needs to be written or seen before another, and a half that is old is never taken for new.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compute.kernels.launching import PDL
+from compute.kernels.numeric import PORTABLE, release_next, wait_for_previous
+
+
+@triton.jit
+def _post(address, word):
+    """Store int64 `word` where the host sees it though this kernel goes on."""
+    if PORTABLE:
+        tl.store(address, word)
+    else:
+        tl.inline_asm_elementwise(
+            "st.relaxed.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,l",
+            [address.to(tl.int64), word],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _lower_half(word):
+    return word & 0xFFFFFFFF
+
+
+@triton.jit
+def _ask(
+    routed, tag, given_up, slots, first_slot, slot_bytes, record, status, answer, table, layer,
+    looks, said, PICKS: tl.constexpr, PADDED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    release_next()
+    wait_for_previous()
+    stamp = (tl.load(tag) + layer) << 32
+    word = tl.arange(0, WORDS)
+    value = tl.load(routed + word, mask=word < said, other=0)
+    slot = tl.load(slots + value, mask=word < PICKS, other=0)
+    absent = slot < 0
+    half = _lower_half(value.to(tl.int64)) | (absent.to(tl.int64) << 31)
+    _post(record + word, half | stamp)
+
+    pick, part = tl.arange(0, PADDED)[:, None], tl.arange(0, 8)[None, :]
+    inside = (pick < PICKS) & (part < 6)
+    lies = tl.load(slots + tl.load(routed + pick, mask=pick < PICKS, other=0))
+    tensor = tl.load(first_slot + part, mask=part < 6, other=0)
+    address = tensor + tl.maximum(lies, 0).to(tl.int64) * slot_bytes
+    if tl.max(absent.to(tl.int32), axis=0) > 0:
+        # After a wait that ran out the rest of the token is for nothing, and waits no more.
+        left = tl.where(tl.load(given_up) == 0, looks, 0)
+        low = tl.full((PADDED, 8), 0, tl.int64)
+        high = tl.full((PADDED, 8), 0, tl.int64)
+        here = tl.full((), 0, tl.int32)
+        at = answer + (pick * 8 + part) * 2
+        while (here == 0) & (left > 0):
+            low = tl.load(at, mask=pick < PICKS, other=stamp, volatile=True)
+            high = tl.load(at + 1, mask=pick < PICKS, other=stamp, volatile=True)
+            old = (((low ^ stamp) >> 32) != 0) | (((high ^ stamp) >> 32) != 0)
+            here = 1 - tl.max(tl.max(old.to(tl.int32), axis=1), axis=0)
+            left -= 1
+        found = _lower_half(low) | (high << 32)
+        # Behind the addresses of the first pick: whether the host has them all.
+        go = tl.sum(tl.sum(tl.where((pick == 0) & (part == 6), found, 0), axis=1), axis=0)
+        if (here == 1) & (go == 1):
+            address = found
+        else:
+            tl.store(given_up, 1)
+            _post(status + tl.arange(0, 1), stamp + tl.full((1,), 1, tl.int64))
+    tl.store(table + pick * 6 + part, address, mask=inside)
+
+
+def ask(
+    routed: torch.Tensor,
+    tag: torch.Tensor,
+    given_up: torch.Tensor,
+    slots: torch.Tensor,
+    first_slot: torch.Tensor,
+    record: torch.Tensor,
+    status: torch.Tensor,
+    answer: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    layer: int,
+    slot_bytes: int,
+    looks: int,
+) -> None:
+    """Tell the host about `layer`'s `routed`, and put the picks' addresses into `table`.
+
+    `routed` int32 [k + 2 p]: picks, prediction, margins' bits. `tag` and `given_up` int64 [1] of
+    the token. `slots` int32 [E]: the layer's experts' slots, below 0 where one has none;
+    `first_slot` int64 [6]: where the tensors of slot 0 lie, others `slot_bytes` apart each. To the
+    host: `record` int64 [W], W a power of two, words `(tag + layer) << 32 | value`, in a pick's
+    bit 31 whether it is absent; `status` int64 [1], only where the wait ran out after `looks` looks
+    or the host gave up. From the host, on the device: `answer` int64 [k, 8, 2], of each pick six
+    addresses, lower and upper halves of 32 bits in words of the record's form; 1 in the first
+    pick's seventh place, 0 where the host gives up. `table` int64 [k, 6]; valid but of other
+    experts after a wait that ran out.
+    """
+    picks = len(table)
+    _ask[(1,)](
+        routed, tag, given_up, slots, first_slot, slot_bytes, record, status, answer, table,
+        layer, looks, len(routed), PICKS=picks, PADDED=triton.next_power_of_2(picks),
+        WORDS=len(record), num_warps=1, **PDL,
+    )  # fmt: skip

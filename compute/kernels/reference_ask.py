@@ -1,0 +1,50 @@
+"""What `compute.kernels.ask` does, in torch operations: for a host that plays the device's part."""
+
+from __future__ import annotations
+
+import torch
+
+LOWER = 0xFFFFFFFF
+
+
+def ask(
+    routed: torch.Tensor,
+    tag: torch.Tensor,
+    given_up: torch.Tensor,
+    slots: torch.Tensor,
+    first_slot: torch.Tensor,
+    record: torch.Tensor,
+    status: torch.Tensor,
+    answer: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    layer: int,
+    slot_bytes: int,
+    looks: int,
+) -> None:
+    stamp = (int(tag) + layer) << 32
+    picks = routed[: len(table)].long()
+    lies = slots[picks]
+    values = torch.zeros(len(record), dtype=torch.int64)
+    values[: len(routed)] = routed.long() & LOWER
+    values[: len(picks)] |= (lies < 0).long() << 31
+    record.copy_(values | stamp)
+    table.copy_(first_slot + lies.clamp(min=0).long()[:, None] * slot_bytes)
+    if not (lies < 0).any():
+        return
+    words = _answered(answer, stamp, 0 if int(given_up) else looks)
+    found = None if words is None else (words[..., 0] & LOWER) | (words[..., 1] << 32)
+    if found is not None and int(found[0, 6]) == 1:
+        table.copy_(found[:, :6])
+    else:
+        given_up.fill_(1)
+        status.fill_(stamp | 1)
+
+
+def _answered(answer: torch.Tensor, stamp: int, looks: int) -> torch.Tensor | None:
+    """The answer to the record of `stamp`, once every word of it is there."""
+    for _ in range(looks):
+        words = answer.clone()
+        if bool(((words ^ stamp) >> 32 == 0).all()):
+            return words
+    return None
