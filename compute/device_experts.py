@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Protocol
@@ -108,10 +108,18 @@ class DeviceExperts:
         """Bytes of one expert."""
         return self._slots.shape[1]
 
-    def forget(self, layer: int, expert: int) -> None:
-        """Give up the slot of an expert, if it has one: for measuring misses."""
-        if (layer, expert) in self._slot_of:
-            self._free.append(self._give_up((layer, expert)))
+    def hide(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Take those of `keys` that are here for absent until `show`: for measuring misses."""
+        return {key: self._give_up(key) for key in keys if key in self._slot_of}
+
+    def show(self, hidden: Mapping[Key, int]) -> None:
+        """What `hide` returned is here again; what was missed meanwhile gives one of its slots
+        back."""
+        for key, slot in hidden.items():
+            if key in self._slot_of:
+                self._free.append(slot)
+            else:
+                self._lies(key, slot)
 
     @property
     def way(self) -> str:
@@ -254,8 +262,7 @@ class DeviceExperts:
             for start, begin, size in self._runs(expert.place):
                 part = expert.memory[begin : begin + size]
                 into[start : start + size].copy_(part, non_blocking=True)
-            self._slot_of[key] = slot
-            self._table[key] = slot
+            self._lies(key, slot)
         self.counts[counters.DEVICE_COPIES] += len(held)
 
     def _runs(self, place: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -269,6 +276,10 @@ class DeviceExperts:
             yield start, begin, size
             start += size
             at += 1
+
+    def _lies(self, key: Key, slot: int) -> None:
+        self._slot_of[key] = slot
+        self._table[key] = slot
 
     def _give_up(self, key: Key) -> int:
         """The slot that `key` had."""

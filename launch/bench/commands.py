@@ -165,8 +165,9 @@ def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
     "--mode",
     "modes",
     multiple=True,
-    type=click.Choice(["off", "on"]),
-    help="Graph modes to time.  [default: off and on; off alone on a CPU]",
+    type=click.Choice(["off", "on", "token", "oracle"]),
+    help="Graph modes to time, or oracle to compare their bits.  [default: off, on and token; off "
+    "alone on a CPU]",
 )
 @click.option("--tokens", default=64, show_default=True, help="Tokens a figure is the median of.")
 @click.option(
@@ -191,7 +192,7 @@ def decode_command(
     """
     from launch.bench.decode import run
 
-    chosen = modes or (("off",) if device == "cpu" else ("off", "on"))
+    chosen = modes or (("off",) if device == "cpu" else ("off", "on", "token"))
     figures = run(directory, device, chosen, tokens, missing, readers)
     if as_json:
         click.echo(json.dumps(figures, indent=2))
@@ -202,6 +203,9 @@ def decode_command(
             f"{figures['bytes_per_token'] / 1e9:.2f} GB: floor {figures['floor_ms']:.2f} ms"
         )
     for mode, of in figures["modes"].items():
+        if mode == "oracle":
+            click.echo(f"oracle: {of['differences']} differences in {of['compared']} tokens")
+            continue
         click.echo(
             f"graphs {mode}: {of['resident_ms']:.2f} ms all resident ({of['host_ms']:.2f} of the "
             f"host, {of['launches']} launches, {of['syncs']} waits), {of['from_arena_ms']:.2f} ms "

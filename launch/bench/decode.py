@@ -1,8 +1,9 @@
 """`headrace bench decode`: a token's time on a GPU against the time its bytes take to be read.
 
 The caller is the compute process; the expert service and its readers are real. Experts are random,
-so which ones a token picks is as good as drawn; what is missing is drawn too, with a fixed seed. Of
-the routed experts as many lie in the arena and on the device as the checkpoint has.
+so which ones a token picks is as good as drawn; what is missing is drawn too, before every token
+and with a fixed seed. Of the routed experts as many lie in the arena and on the device as the
+checkpoint has.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import torch
 
 from compute.arena_experts import ArenaExperts
 from compute.decode.arguments import Arguments
-from compute.decode.assembly import runner
+from compute.decode.assembly import AnyDecoder, decoder_over
 from compute.decode.decoder import Decoder
+from compute.decode.oracle import TokenOracle
 from compute.decode.step import DecodeStep
+from compute.decode.token import TokenDecoder
 from compute.device_experts import DeviceExperts
 from compute.process import open_device
 from compute.progress import ProgressPage
 from compute.sequence import SequenceState
 from compute.slot_views import slot_views
-from compute.sources import Addresses
 from compute.weights import ModelWeights
 from engram_io.local import LocalEngramSource
 from launch.bench.expert_group import ExpertGroup
@@ -44,25 +46,6 @@ STALL_TIMEOUT_S = 60.0
 PREDICTIONS = 6
 # A from_disk arena holds about what one layer has in hand, so nearly every miss is read.
 SMALL_ARENA_LAYERS = 4
-
-
-class MissingExperts:
-    """The device's experts, a drawn `share` of every layer's picks given up beforehand."""
-
-    def __init__(self, tier: DeviceExperts, share: float, seed: int = 0) -> None:
-        self._tier = tier
-        self._share = share
-        self._random = random.Random(seed)
-        self.fetch, self.hint, self.release = tier.fetch, tier.hint, tier.release
-        self.place = tier.place
-
-    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
-        """As the tier's, after the draw."""
-        if self._share:
-            for expert in experts:
-                if self._random.random() < self._share:
-                    self._tier.forget(layer, expert)
-        return self._tier.placed(layer, experts)
 
 
 class DecodeBench:
@@ -86,7 +69,7 @@ class DecodeBench:
         # One for all, so that what is captured once stays as it is.
         self._state = SequenceState(self.config, device, capacity)
         self._empty = self._state.snapshot()
-        self._runners = {mode: runner(mode, step) for mode, step in self._steps.items()}
+        self._spare = 2 * self.config.num_hidden_layers
 
     @property
     def every(self) -> int:
@@ -107,7 +90,8 @@ class DecodeBench:
                 stall_timeout=STALL_TIMEOUT_S,
                 verify_slots=False,
             )
-            tier = DeviceExperts(arena, config, self._device, self.every)
+            # What is missing comes into slots of its own, so that nothing else has to go.
+            tier = DeviceExperts(arena, config, self._device, self.every + self._spare)
             for layer in range(config.num_hidden_layers):
                 for first in range(0, config.n_routed_experts, config.num_experts_per_tok):
                     last = min(first + config.num_experts_per_tok, config.n_routed_experts)
@@ -116,52 +100,87 @@ class DecodeBench:
             yield tier
             self._synchronize()
 
-    def decoder(self, mode: str, tier: DeviceExperts, share: float) -> Decoder:
-        """Through the kernels, `share` of the picks missing from the device."""
-        experts = MissingExperts(tier, share)
-        return Decoder(self._steps[mode], self._runners[mode], experts, self._rows)
+    def decoder(self, mode: str, tier: DeviceExperts) -> AnyDecoder:
+        """Through the kernels, launched as `mode` says."""
+        return decoder_over(self._steps[mode], tier, self._rows, graphs=mode)
+
+    def compare(self, decoder: TokenOracle, tier: DeviceExperts, count: int, share: float) -> None:
+        """Run `count` tokens all ways, a `share` of experts missing; `decoder` keeps the count."""
+        for _ in self._run(decoder, tier, count, share, None):
+            pass
 
     def tokens(
-        self, decoder: Decoder, count: int, profiler: torch.profiler.profile | None = None
+        self,
+        decoder: Decoder | TokenDecoder,
+        tier: DeviceExperts,
+        count: int,
+        share: float = 0.0,
+        profiler: torch.profiler.profile | None = None,
     ) -> dict[str, float]:
-        """Milliseconds a token and of them the host's own, medians, after some warm ones.
+        """Milliseconds a token and of them the host's own, medians, after some warm ones, with a
+        `share` of experts missing from the device.
 
         `profiler` sees the last token.
         """
-        state = self._state
-        state.restore(self._empty)
-        chance = random.Random(1)
-        history: list[int] = []
-        totals, hosts, waits = [], [], 0
-        for at in range(WARM_TOKENS + count):
-            token = chance.randrange(3, self.config.vocab_size)
-            reach = self.config.engram_max_ngram_size - 1
-            ticket = self._rows.request(at, [token], history[-reach:])
-            seen = profiler if profiler and at == WARM_TOKENS + count - 1 else nullcontext()
-            waited, waits = decoder.waited_s, decoder.waits
-            with seen:
-                begin = time.perf_counter()
-                decoder.forward(token, state, ticket)
-                launched = time.perf_counter()
-                self._synchronize()
-                end = time.perf_counter()
-            self._rows.done(ticket)
-            history.append(token)
+        totals, hosts, syncs = [], [], 0
+        waited, waits = decoder.waited_s, decoder.waits
+        for at, (forward, whole) in enumerate(
+            self._run(decoder, tier, WARM_TOKENS + count, share, profiler)
+        ):
             if at >= WARM_TOKENS:
-                totals.append(1000 * (end - begin))
-                hosts.append(1000 * (launched - begin - decoder.waited_s + waited))
+                totals.append(1000 * whole)
+                hosts.append(1000 * (forward - decoder.waited_s + waited))
+            syncs = decoder.waits - waits + 1
+            waited, waits = decoder.waited_s, decoder.waits
         return {
             "ms": statistics.median(totals),
             "host_ms": statistics.median(hosts),
-            "syncs": decoder.waits - waits + 1,
+            "syncs": syncs,
         }
 
-    def profile(self, decoder: Decoder) -> tuple[int, list[dict[str, Any]]]:
+    def _run(
+        self,
+        decoder: AnyDecoder,
+        tier: DeviceExperts,
+        count: int,
+        share: float,
+        profiler: torch.profiler.profile | None,
+    ) -> Iterator[tuple[float, float]]:
+        """Seconds of each token's `forward`, and until the device was done with it."""
+        state, config = self._state, self.config
+        state.restore(self._empty)
+        chance = random.Random(1)
+        history: list[int] = []
+        every = [
+            (layer, expert)
+            for layer in range(config.num_hidden_layers)
+            for expert in range(config.n_routed_experts)
+        ]
+        for at in range(count):
+            token = chance.randrange(3, config.vocab_size)
+            reach = config.engram_max_ngram_size - 1
+            ticket = self._rows.request(at, [token], history[-reach:])
+            hidden = tier.hide(key for key in every if chance.random() < share)
+            self._synchronize()
+            with profiler if profiler and at == count - 1 else nullcontext():
+                begin = time.perf_counter()
+                decoder.forward(token, state, ticket)
+                forward = time.perf_counter()
+                self._synchronize()
+                end = time.perf_counter()
+            self._rows.done(ticket)
+            tier.show(hidden)
+            history.append(token)
+            yield forward - begin, end - begin
+
+    def profile(
+        self, decoder: Decoder | TokenDecoder, tier: DeviceExperts
+    ) -> tuple[int, list[dict[str, Any]]]:
         """Launches the host makes for a token, and the device's time by kernel."""
         from torch.profiler import ProfilerActivity
 
         seen = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-        self.tokens(decoder, 1, seen)
+        self.tokens(decoder, tier, 1, profiler=seen)
         launches = sum(
             any(call in event.name for call in ("Launch", "MemcpyAsync", "MemsetAsync"))
             for event in seen.events() or []
@@ -198,37 +217,54 @@ def run(
         "tokens": tokens,
         "modes": {mode: {} for mode in modes},
     }
-    on_gpu = device.type == "cuda"
-    per_expert = 0
     with bench.tier(max(bench.every, 4 * config.num_experts_per_tok), readers) as tier:
         per_expert = tier.slot_bytes
         for mode in modes:
             of = figures["modes"][mode]
-            decoder = bench.decoder(mode, tier, 0.0)
-            timed = bench.tokens(decoder, tokens)
-            of |= {"resident_ms": timed["ms"], "host_ms": timed["host_ms"]}
-            of |= {"syncs": timed["syncs"], "launches": None}
-            if on_gpu:
-                of["launches"], of["kernels"] = bench.profile(decoder)
-            console.print(f"{mode}: {timed['ms']:.2f} ms a token, all resident")
-            before = tier.counts[counters.DEVICE_COPIES]
-            of["from_arena_ms"] = bench.tokens(bench.decoder(mode, tier, share), tokens)["ms"]
-            copied = tier.counts[counters.DEVICE_COPIES] - before
-            of["copies_per_token"] = copied / (tokens + WARM_TOKENS)
+            decoder = bench.decoder(mode, tier)
+            if isinstance(decoder, TokenOracle):
+                bench.compare(decoder, tier, tokens, share)
+                of |= {"compared": decoder.compared, "differences": decoder.differences}
+                console.print(f"{mode}: {decoder.differences} differences in {tokens} tokens")
+            else:
+                of |= resident_figures(bench, decoder, tier, tokens, share)
+                console.print(f"{mode}: {of['resident_ms']:.2f} ms a token, all resident")
         figures["copy_gb_s"] = copy_rate(tier, device)
     small = SMALL_ARENA_LAYERS * config.num_experts_per_tok
     with bench.tier(small, readers) as tier:
         for mode in modes:
-            timed = bench.tokens(bench.decoder(mode, tier, share), min(tokens, DISK_TOKENS))
-            figures["modes"][mode]["from_disk_ms"] = timed["ms"]
+            decoder = bench.decoder(mode, tier)
+            if not isinstance(decoder, TokenOracle):
+                timed = bench.tokens(decoder, tier, min(tokens, DISK_TOKENS), share)
+                figures["modes"][mode]["from_disk_ms"] = timed["ms"]
     picked = config.num_hidden_layers * config.num_experts_per_tok * per_expert
     figures["bytes_per_token"] = bench.arguments.bytes_a_token + picked
     figures["hbm_gb_s"] = figures["floor_ms"] = None
-    if on_gpu:
+    if device.type == "cuda":
         from compute.kernels.bandwidth import read_bandwidth
 
         figures["hbm_gb_s"] = read_bandwidth(device)
         figures["floor_ms"] = figures["bytes_per_token"] / figures["hbm_gb_s"] / 1e6
+    return figures
+
+
+def resident_figures(
+    bench: DecodeBench,
+    decoder: Decoder | TokenDecoder,
+    tier: DeviceExperts,
+    tokens: int,
+    share: float,
+) -> dict[str, Any]:
+    """With every expert on the device, and with a `share` of them in the arena only."""
+    timed = bench.tokens(decoder, tier, tokens)
+    figures: dict[str, Any] = {"resident_ms": timed["ms"], "host_ms": timed["host_ms"]}
+    figures |= {"syncs": timed["syncs"], "launches": None}
+    if torch.cuda.is_available():
+        figures["launches"], figures["kernels"] = bench.profile(decoder, tier)
+    before = tier.counts[counters.DEVICE_COPIES]
+    figures["from_arena_ms"] = bench.tokens(decoder, tier, tokens, share)["ms"]
+    copied = tier.counts[counters.DEVICE_COPIES] - before
+    figures["copies_per_token"] = copied / (tokens + WARM_TOKENS)
     return figures
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 
+from compute.decode.assembly import GRAPHS, decoder_over
 from compute.decode.graphs import Graphs
-from compute.decode.oracle import Oracle
+from compute.decode.oracle import TokenOracle
 from compute.device_experts import DeviceExperts
-from compute.resident import ResidentExperts
 from compute.sequence import SequenceState
-from compute.slot_views import HeldExpert
-from tests.golden.cases import DEVICE
+from tests.golden.cases import CASE_NAMES, DEVICE, case
 from tests.golden.decoding import mini_decoder, mini_step
-from tests.golden.harness import Mini, config, shards
-from tests.golden.test_decode import request, tokens_of
+from tests.golden.harness import Mini, config, relative
+from tests.golden.held import HeldExperts
+from tests.golden.test_decode import DRIFT, request, tokens_of
+from tests.golden.test_end_to_end import assert_same_choice
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs need a GPU")
 
@@ -78,27 +78,26 @@ def test_another_decoder_over_the_same_graphs_has_its_own_inputs() -> None:
     assert torch.equal(*answers)
 
 
-class PinnedExperts:
-    """Every expert of the mini checkpoint in pinned memory, as an arena would hold them."""
-
-    def __init__(self) -> None:
-        held = ResidentExperts(shards(), torch.device("cpu"))
-        self._memory: dict[tuple[int, int], HeldExpert] = {}
-        for layer in range(config().num_hidden_layers):
-            for expert, parts in held.fetch(layer, range(config().n_routed_experts)):
-                in_order = (parts.w1, parts.w3, parts.w2)
-                in_order += (parts.w1_scale, parts.w3_scale, parts.w2_scale)
-                sizes = [part.nbytes for part in in_order]
-                memory = torch.cat([part.flatten() for part in in_order]).pin_memory()
-                place = [sum(sizes[:at]) for at in range(6)]
-                self._memory[layer, expert] = HeldExpert(memory, place)
-        self.fetch, self.hint, self.release = held.fetch, held.hint, held.release
-
-    def hold(self, layer: int, experts: Sequence[int]) -> list[HeldExpert]:
-        return [self._memory[layer, expert] for expert in experts]
-
-    def read_until(self, event: torch.cuda.Event) -> None:
-        """Nothing is ever rewritten."""
+@pytest.mark.parametrize("mode", GRAPHS)
+@pytest.mark.parametrize("name", CASE_NAMES)
+def test_a_golden_case_drifts_in_one_graph_mode(name: str, mode: str) -> None:
+    """As through the torch path, with experts that come and go on the device."""
+    tokens, length = tokens_of(name)
+    mini, step = Mini(), mini_step()
+    tier = DeviceExperts(HeldExperts(), config(), DEVICE, 40)
+    decoder = decoder_over(step, tier, mini.engram, graphs=mode)
+    state = SequenceState(config(), DEVICE, 200)
+    mini.run(tokens, state, 0, length, every=False)
+    rows = []
+    for at in range(length, len(tokens)):
+        ticket = request(mini.engram, tokens, at)
+        rows.append(decoder.forward(tokens[at], state, ticket))
+        mini.engram.done(ticket)
+    got, want = torch.stack(rows), case(name)["decode.logits"]
+    assert relative(got, want) <= DRIFT
+    assert_same_choice(got, want)
+    if isinstance(decoder, TokenOracle):
+        assert decoder.compared == len(rows) and decoder.differences == 0
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -106,27 +105,27 @@ def test_the_oracle_finds_a_differing_bit_in_200_steps(in_place: bool) -> None:
     """Across the window's wrap, groups, candidates, and experts that come and go on the device."""
     mini = Mini(reference_index_keys=False)
     step = mini_step(reference_index_keys=False)
-    oracle = Oracle(step, Graphs(DEVICE, step.baked))
-    tier = DeviceExperts(PinnedExperts(), config(), DEVICE, 40, in_place=in_place)
-    decoder = mini_decoder(mini.engram, step=step, runner=oracle, experts=tier)
+    tier = DeviceExperts(HeldExperts(), config(), DEVICE, 40, in_place=in_place)
+    oracle = decoder_over(step, tier, mini.engram, graphs="oracle")
+    assert isinstance(oracle, TokenOracle)
     state = SequenceState(config(), DEVICE, 256)
     chance = random.Random(7)
     tokens: list[int] = []
     for at in range(200):
         tokens.append(chance.randrange(3, 500))
         ticket = request(mini.engram, tokens, at)
-        assert decoder.forward(tokens[at], state, ticket).isfinite().all()
+        assert oracle.forward(tokens[at], state, ticket).isfinite().all()
         mini.engram.done(ticket)
-    assert oracle.compared == 200 * (config().num_hidden_layers + 1)
+    assert oracle.compared == 200
     assert oracle.differences == 0
 
 
-def test_nothing_is_allocated_after_the_first_tokens() -> None:
+@pytest.mark.parametrize("mode", ["on", "token"])
+def test_nothing_is_allocated_after_the_first_tokens(mode: str) -> None:
     mini = Mini(reference_index_keys=False)
     step = mini_step(reference_index_keys=False)
-    tier = DeviceExperts(PinnedExperts(), config(), DEVICE, 40)
-    runner = Graphs(DEVICE, step.baked)
-    decoder = mini_decoder(mini.engram, step=step, runner=runner, experts=tier)
+    tier = DeviceExperts(HeldExperts(), config(), DEVICE, 40)
+    decoder = decoder_over(step, tier, mini.engram, graphs=mode)
     state = SequenceState(config(), DEVICE, 600)
     chance = random.Random(8)
     tokens: list[int] = []
@@ -140,4 +139,3 @@ def test_nothing_is_allocated_after_the_first_tokens() -> None:
             torch.cuda.synchronize()
             reserved.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
     assert reserved[0] == reserved[1]
-    assert runner.captures == config().num_hidden_layers + 1

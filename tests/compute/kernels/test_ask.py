@@ -1,0 +1,106 @@
+"""The kernel that asks for absent experts: a record that is not what was routed, an address of
+another expert, a stale half of an answer taken for new, a wait without an end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compute.decode.mailbox import GO_ON, PARTS
+from compute.kernels import ask, reference_ask
+from tests.compute.kernels.comparing import DEVICE
+
+PICKS, PREDICTIONS, EXPERTS, SLOT_BYTES = 3, 2, 9, 4096
+TAG, LAYER = 5 * 40, 7
+STAMP = (TAG + LAYER) << 32
+
+
+def arguments(given_up: int = 0) -> dict[str, Any]:
+    on_gpu = DEVICE.type == "cuda"
+    margins = torch.tensor([0.5, -1.25]).view(torch.int32)
+    picks_and_predictions = torch.tensor([2, 4, 8, 3, 1], dtype=torch.int32)
+    return {
+        "routed": torch.cat((picks_and_predictions, margins)).to(DEVICE),
+        "tag": torch.tensor([TAG], device=DEVICE),
+        "given_up": torch.tensor([given_up], device=DEVICE),
+        "slots": torch.tensor([-1, 0, 5, -1, 3, 1, 2, -1, 6], dtype=torch.int32, device=DEVICE),
+        "first_slot": torch.tensor([16 * n + (1 << 40) for n in range(6)], device=DEVICE),
+        "record": torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu),
+        "status": torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu),
+        "answer": torch.zeros(PICKS, PARTS, 2, dtype=torch.int64, device=DEVICE),
+        "table": torch.full((PICKS, 6), -1, device=DEVICE),
+    }
+
+
+def answer(go_on: int = 1, *, stamp: int = STAMP) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words that say where the picks lie, and the addresses they say."""
+    addresses = torch.randint(1 << 33, 1 << 47, (PICKS, 6))
+    parts = torch.zeros(PICKS, PARTS, dtype=torch.int64)
+    parts[:, :6], parts[0, GO_ON] = addresses, go_on
+    halves = torch.stack((parts & 0xFFFFFFFF, parts >> 32), -1)
+    return (halves | stamp).to(DEVICE), addresses
+
+
+def both(looks: int = 3, **given: Any) -> dict[str, torch.Tensor]:
+    """What the kernel wrote, which is what its reference wrote."""
+    results = []
+    for kernel in (ask.ask, reference_ask.ask):
+        said = arguments() | {name: value.clone() for name, value in given.items()}
+        if kernel is reference_ask.ask:
+            said = {name: tensor.cpu() for name, tensor in said.items()}
+        kernel(**said, layer=LAYER, slot_bytes=SLOT_BYTES, looks=looks)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        results.append({name: tensor.cpu() for name, tensor in said.items()})
+    for name, found in results[0].items():
+        assert torch.equal(found, results[1][name]), name
+    return results[0]
+
+
+def slots(*absent: int) -> torch.Tensor:
+    found = arguments()["slots"]
+    for expert in absent:
+        found[expert] = -1
+    return found
+
+
+def test_experts_on_the_device_are_found_without_an_answer() -> None:
+    got = both(looks=0)
+    assert got["table"].tolist() == [
+        [(1 << 40) + 16 * part + slot * SLOT_BYTES for part in range(6)] for slot in (5, 3, 6)
+    ]
+    assert (got["record"] >> 32 == TAG + LAYER).all()
+    values = (got["record"] & 0xFFFFFFFF).tolist()
+    assert values[:5] == [2, 4, 8, 3, 1]
+    margins = torch.tensor(values[5:7]).to(torch.int32).view(torch.float32)
+    assert margins.tolist() == [0.5, -1.25]
+    assert int(got["status"]) == int(got["given_up"]) == 0
+
+
+def test_an_absent_pick_is_marked_and_the_answer_read() -> None:
+    words, addresses = answer()
+    got = both(slots=slots(4), answer=words)
+    assert (got["record"][:3] >> 31 & 1).tolist() == [0, 1, 0]
+    assert torch.equal(got["table"], addresses)
+    assert int(got["status"]) == int(got["given_up"]) == 0
+
+
+@pytest.mark.parametrize("old", range(2 * PARTS * PICKS))
+def test_a_word_of_an_earlier_answer_is_waited_for(old: int) -> None:
+    words, _ = answer()
+    words.view(-1)[old] = int(words.view(-1)[old]) - (1 << 32)
+    got = both(slots=slots(4), answer=words)
+    assert int(got["status"]) == STAMP | 1 and int(got["given_up"]) == 1
+    # Whatever is read then has to be readable.
+    assert (got["table"] >= 1 << 40).all()
+
+
+def test_the_host_gives_up_or_gave_up_before() -> None:
+    words, _ = answer(go_on=0)
+    assert int(both(slots=slots(2), answer=words)["status"]) == STAMP | 1
+    words, _ = answer()
+    again = both(slots=slots(2), answer=words, given_up=torch.tensor([1], device=DEVICE))
+    assert int(again["status"]) == STAMP | 1
+    assert both(given_up=torch.tensor([1], device=DEVICE))["status"].item() == 0
