@@ -171,6 +171,8 @@ class ArenaExperts:
             pending = [expert for i, expert in enumerate(pending) if i not in taken]
             if not pending:
                 return
+            # A long prompt picks every expert of a layer, which takes a CPU its time.
+            self._interruption.check()
             self._let_go()
             words = self.look_up(layer, pending)
             # Besides what is still missing, a hit may have been evicted in the meantime.

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass(slots=True)
 class Child:
     """A started child. `pidfd` becomes readable when it ends; `error` is its own account of why,
-    empty where it gave none; `last_line` is what else it said last on stderr."""
+    empty where it gave none; `last_line` is what else it said last on stderr; `killed_for` is what
+    it was killed for here."""
 
     name: str
     incarnation: int
@@ -33,6 +34,7 @@ class Child:
     pipe: int
     error: str = ""
     last_line: str = ""
+    killed_for: str = ""
     _listener: threading.Thread | None = None
 
     @property
@@ -40,8 +42,9 @@ class Child:
         """Its process id, valid until `reap`."""
         return self.process.pid
 
-    def kill(self) -> None:
-        """End it at once; harmless where it has ended."""
+    def kill(self, why: str = "") -> None:
+        """End it at once, also where it is stopped; harmless where it has ended."""
+        self.killed_for = why
         self.process.send_signal(signal.SIGKILL)
 
     def reap(self) -> int:

@@ -92,6 +92,12 @@ _OPTIONS = (
         type=float,
         help="Seconds compute waits for a byte before the request fails.",
     ),
+    _option(
+        "--silence-timeout",
+        key="silence_timeout",
+        type=float,
+        help="Seconds a process may give no sign of life before it is killed and all ends.",
+    ),
     click.option(
         "--keep",
         "kept_bytes",

@@ -8,6 +8,7 @@ request at once with that error; `stop` leaves no process, socket or shared memo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from launch.memory import MemoryPlan, plan_memory
 from launch.options import GenerateOptions, GroupOptions
 from launch.processes import Processes
 from launch.runtime_directory import RuntimeDirectory
+from launch.silence import Silence
 from launch.warm_options import check_pinned
 from launch.wiring import Regions, Wiring
 from protocol.config import ModelConfig
@@ -63,6 +65,8 @@ ACCEPTS = (
     Finished,
 )
 ANSWER_TIMEOUT_S = 5.0
+# No request has this number: any answer is a sign of life, and nobody waits for it.
+SIGN_OF_LIFE = -1
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -96,6 +100,8 @@ class ProcessGroup:
         self._ready: set[str] = set()
         self._traced: set[str] = set()
         self._trace_number = 0
+        self._silence = Silence(options.silence_timeout)
+        self._watching: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self, on_progress: OnProgress | None = None) -> None:
@@ -131,6 +137,7 @@ class ProcessGroup:
                 self.options.start_timeout,
                 lambda: f"start of {', '.join(sorted(expected - self._ready))}",
             )
+            self._watching = asyncio.create_task(self._watch())
         except BaseException:
             await self.stop()
             raise
@@ -229,7 +236,20 @@ class ProcessGroup:
         if cancelled:
             raise asyncio.CancelledError
 
+    async def _watch(self) -> None:
+        """End who gives no sign of life: compute does so between layers, the others at any time."""
+        self._silence.begin(time.monotonic())
+        while True:
+            await asyncio.sleep(self._silence.pause)
+            pids = self._processes.pids()
+            for name in self._silence.look(pids, time.monotonic()):
+                self._processes.kill_silent(name, self._silence.bound)
+            for name in pids:
+                self._control.send(StatsRequest(SIGN_OF_LIFE), to=name)
+
     async def _end(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if hasattr(self, "_processes"):
             for name in self._processes.names:
                 self._control.send(Stop(), to=name)
@@ -264,6 +284,7 @@ class ProcessGroup:
         return queue.get_nowait()
 
     def _on_message(self, sender: str, message: Message) -> None:
+        self._silence.heard(sender)
         match message:
             case Loading(process, what, fraction):
                 self._on_progress(process, what, fraction)

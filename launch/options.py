@@ -61,6 +61,7 @@ class GroupOptions:
     start_timeout: float = 600.0
     stall_timeout: float = 60.0
     order_timeout: float = 20.0
+    silence_timeout: float = 300.0
     runtime_dir: Path | None = None
     trace: Path | None = None
     route_trace: Path | None = None
@@ -87,6 +88,7 @@ class GroupOptions:
             ("start_timeout", 0.001, 3e7),
             ("stall_timeout", 0.001, 3e7),
             ("order_timeout", 0.001, 3e7),
+            ("silence_timeout", 0.1, 3e7),
             ("disk_bandwidth", 0, 1e15),
             ("disk_latency", 0, 3600),
         ):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from launch.child import Child, spawn_child
 from launch.memory import available_memory
 from launch.options import format_size
+from launch.silence import is_stopped
 from protocol.errors import HeadraceError, ProcessDied, refused_by_machine
 from protocol.wire import Message
 
@@ -84,6 +85,13 @@ class Processes:
         if child is not None and child.incarnation == incarnation:
             child.kill()
 
+    def kill_silent(self, name: str, seconds: float) -> None:
+        """End a process that has given no sign of life for that long."""
+        child = self._children.get(name)
+        if child is not None:
+            stopped = " (it is stopped, as by SIGSTOP)" if is_stopped(child.pid) else ""
+            child.kill(f"gave no sign of life for {seconds:g} s{stopped} and was killed")
+
     async def stop(self) -> None:
         """Wait for children that were told to stop, then end the rest. Safe to call twice."""
         self._stopping = True
@@ -107,7 +115,7 @@ class Processes:
                 failed = self._replace(child)
                 if failed is None:
                     self.readers_replaced += 1
-                    self._on_line(child.name, f"{_how(code)}; replaced")
+                    self._on_line(child.name, f"{child.killed_for or _how(code)}; replaced")
                     return
                 error = ProcessDied(f"{error}; it cannot be replaced: {failed}")
             else:
@@ -135,6 +143,10 @@ class Processes:
 
 def death_error(child: Child, code: int, budget: int) -> HeadraceError:
     """Why the group ends when `child` did: its own words where it had an error of its own."""
+    if child.killed_for:
+        return ProcessDied(
+            f"{child.name} {child.killed_for}; where it only needs longer, --silence-timeout allows"
+        )
     words = child.last_words()
     if code > 1 and child.error:
         error = HeadraceError(child.error)

@@ -3,6 +3,7 @@ waiting; a start that fails and leaves something; a long answer that gets slower
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -33,6 +34,8 @@ PROMPT = [0, *range(5, 25)]
 LONG = [0, *(3 + i % 490 for i in range(400))]
 CHUNK = 8
 TOKENS = 6
+# A busy machine lets a process wait too.
+SILENCE_S = 1.5
 # The keys and values of 1,000 tokens, and what an allocator keeps for later.
 GROWTH_BYTES = 8 << 20
 
@@ -145,6 +148,40 @@ def test_a_death_leaves_an_open_request_waiting(name: str) -> None:
         assert not children & set(children_of(os.getpid()))
         assert group.lines == []
     assert open_descriptors() == descriptors
+
+
+@pytest.mark.parametrize("name", ["engram", "compute"])
+def test_a_stopped_process_is_never_noticed(name: str) -> None:
+    with RunningGroup(silence_timeout=SILENCE_S) as group:
+        group.tokens(PROMPT, 1)
+        pid = group.group.pids[name]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ProcessDied) as died:
+            # One is waited for by a request, the other might never be.
+            group.run(collect(group.open(LONG, 5000))) if name == "compute" else watch(group)
+        assert str(died.value) == (
+            f"{name} gave no sign of life for {SILENCE_S:g} s (it is stopped, as by SIGSTOP) and "
+            "was killed; where it only needs longer, --silence-timeout allows"
+        )
+        assert pid not in children_of(os.getpid())
+
+
+def watch(group: RunningGroup) -> None:
+    """Until the group has ended by itself."""
+    while group.group.failure is None:
+        group.run(asyncio.sleep(0.01))
+    raise group.group.failure
+
+
+def test_a_stopped_idle_reader_is_never_replaced(answer: list[int]) -> None:
+    with RunningGroup(readers=2, silence_timeout=SILENCE_S) as group:
+        pid = group.group.pids["reader-1"]
+        os.kill(pid, signal.SIGSTOP)
+        while not group.lines:
+            group.run(asyncio.sleep(0.01))
+        assert "no sign of life" in group.lines[0][1] and "replaced" in group.lines[0][1]
+        assert group.group.pids["reader-1"] != pid
+        assert group.tokens(PROMPT, TOKENS) == answer
 
 
 def test_a_start_that_fails_leaves_something_behind(tmp_path: Path) -> None:

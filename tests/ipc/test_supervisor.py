@@ -150,6 +150,24 @@ def test_a_stopped_child_holds_up_the_end() -> None:
         command.nothing_left()
 
 
+def test_a_group_that_was_stopped_as_a_whole_ends_when_it_goes_on() -> None:
+    """Ctrl-Z and `fg`, as long apart as a silence may take, twice."""
+    with generate(*ENDLESS, "--silence-timeout", "1.5") as command:
+        in_decode(command)
+        command.look()
+        for _ in range(2):
+            os.killpg(command.process.pid, signal.SIGSTOP)
+            # Nothing happens meanwhile that could be awaited.
+            time.sleep(1.6)
+            os.killpg(command.process.pid, signal.SIGCONT)
+            command.await_text()
+        command.process.send_signal(signal.SIGINT)
+        code, took = command.end()
+        assert (code, took < END_S) == (130, True), (code, took, command.lines)
+        assert command.said() == []
+        command.nothing_left()
+
+
 def test_a_killed_supervisor_leaves_orphans_or_its_directory(tmp_path: Path) -> None:
     with generate(*ENDLESS, runtime_dir=tmp_path) as command:
         in_decode(command)
