@@ -11,8 +11,9 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
 
 import uvloop
 from rich.console import Console
@@ -39,6 +40,37 @@ def byte_progress() -> Progress:
     )
 
 
+# Ctrl-C, an ordinary kill, a closed terminal.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Those that end a command; nohup has a closed terminal ignored."""
+    return [
+        number
+        for number in ENDING
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Outside an event loop: a signal becomes SystemExit(128 + number) in whatever is being done.
+    Further ones are ignored, since they would stop the clearing away."""
+    before = {number: signal.getsignal(number) for number in heeded_signals()}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for every in before:
+            signal.signal(every, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def run_foreground(main: Callable[[], Awaitable[None]]) -> None:
     """Run `main` to its end or to a signal; a signal becomes SystemExit(128 + number)."""
     received: list[int] = []
@@ -52,10 +84,8 @@ def run_foreground(main: Callable[[], Awaitable[None]]) -> None:
             received.append(number)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has a closed terminal ignored.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, on_signal, number)
+        for number in heeded_signals():
+            loop.add_signal_handler(number, on_signal, number)
         await main()
 
     try:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from launch.foreground import ended_by_signals
 from launch.options import parse_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -70,7 +71,8 @@ def io_command(
 
     sizes = (rounds, parse_size(round_size), parse_size(piece), direct)
     if pack is not None:
-        figures = compare_pack(directory, pack, readers, *sizes)
+        with ended_by_signals():
+            figures = compare_pack(directory, pack, readers, *sizes)
         reads = figures["reads_an_expert"]
         _say(
             figures,
@@ -80,7 +82,8 @@ def io_command(
             f"{figures['ratio']:.3f} (medians of {figures['rounds']} rounds, {readers} readers)",
         )
         return
-    figures = run(directory, readers, *sizes)
+    with ended_by_signals():
+        figures = run(directory, readers, *sizes)
     _say(
         figures,
         as_json,
@@ -104,7 +107,8 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
     """
     from launch.bench.ipc import run
 
-    figures = run(directory, hits, misses, readers)
+    with ended_by_signals():
+        figures = run(directory, hits, misses, readers)
     _say(
         figures,
         as_json,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -85,19 +86,27 @@ class ExpertGroup:
         self.demands = 0
 
     def __enter__(self) -> Self:
-        self._runtime = RuntimeDirectory.create()
-        self.endpoints = self._runtime.endpoints
-        self.arena = Arena.create(slots=self._slots, slot_bytes=self.slices.slot_bytes)
-        self.directory = Directory.create(
-            layers=self.config.num_hidden_layers,
-            experts=self.config.n_routed_experts,
-            slots=self._slots,
-        )
-        self.progress = Progress.create(words_count=Progress.COUNT)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        accepts = (Hello, Loading, Ready, ReaderStuck, StatsReply, TraceStopped)
-        self.control = Channel.bind(self.context, self.endpoints.control, accepts)
-        try:
+        # Whatever interrupts the start, what has been begun is undone.
+        with ExitStack() as undo:
+            self._runtime = RuntimeDirectory.create()
+            undo.callback(self._runtime.remove)
+            self.endpoints = self._runtime.endpoints
+            self.arena = Arena.create(slots=self._slots, slot_bytes=self.slices.slot_bytes)
+            undo.callback(self.arena.close)
+            self.directory = Directory.create(
+                layers=self.config.num_hidden_layers,
+                experts=self.config.n_routed_experts,
+                slots=self._slots,
+            )
+            undo.callback(self.directory.close)
+            self.progress = Progress.create(words_count=Progress.COUNT)
+            undo.callback(self.progress.close)
+            self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            undo.callback(self.context.destroy, linger=0)
+            accepts = (Hello, Loading, Ready, ReaderStuck, StatsReply, TraceStopped)
+            self.control = Channel.bind(self.context, self.endpoints.control, accepts)
+            undo.callback(self.control.close)
+            undo.callback(self._end_children)
             self._start_service()
             for reader in range(self.readers):
                 self.start_reader(reader)
@@ -107,9 +116,7 @@ class ExpertGroup:
             self.compute = Channel.connect(
                 self.context, self.endpoints.experts, "compute", (Landed, DemandFailed)
             )
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
@@ -118,14 +125,12 @@ class ExpertGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._undo.close()
+
+    def _end_children(self) -> None:
         for child in self.children.values():
             child.kill()
             child.reap()
-        self.control.close()
-        self.context.destroy(linger=0)
-        self._runtime.remove()
-        for region in (self.arena, self.directory, self.progress):
-            region.close()
 
     @property
     def runtime_path(self) -> Path:

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.ipc.running_group import (
     MINI,
     MINIMUM_SLOTS,
     PATIENCE_S,
+    REPOSITORY,
     Command,
     children_of,
     killed,
@@ -136,6 +139,31 @@ def test_a_second_interrupt_stops_the_clearing_away(phase: Callable[[Command], N
         code, took = command.end()
         assert (code, took < END_S) == (130, True), (code, took)
         command.nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_of_a_benchmark_leaves_its_directory(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = ["bench", "io", str(MINI), "--rounds", "9999", "--round", "1MiB", "--readers", "1"]
+    with subprocess.Popen(
+        [sys.executable, "launch.py", *command],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as bench:
+        assert bench.stderr is not None
+        assert bench.stderr.readline().startswith("round ")
+        for _ in range(3):
+            bench.send_signal(number)
+            # Until the first one is heeded, which the second would otherwise be one with.
+            time.sleep(0.005)
+        _, said = bench.communicate(timeout=PATIENCE_S)
+        assert bench.returncode == 128 + number
+    assert not [line for line in said.splitlines() if not line.startswith("round ")]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stopped_child_holds_up_the_end() -> None:
