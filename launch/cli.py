@@ -96,15 +96,26 @@ def main() -> None:
     os._exit(code)
 
 
+def _usage_line(error: click.ClickException) -> str:
+    """What click has to say, in one line and with the command whose help says more."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None) or click.get_current_context(silent=True)
+    command = context.command_path if context is not None else "headrace"
+    return f"{said[:1].lower()}{said[1:]}; see {command} --help"
+
+
 def _run() -> int:
     """Run the command that was asked for; the exit code, with the error said."""
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="headrace", standalone_mode=False)
     except HeadraceError as error:
         click.echo(f"headrace: {error}", err=True)
         return error.exit_code
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return 2
+    except click.ClickException as error:
+        click.echo(f"headrace: {_usage_line(error)}", err=True)
         return 2
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else 1

@@ -98,6 +98,8 @@ class GroupOptions:
                 option = _SPELLINGS.get(name, name.replace("_", "-"))
                 bound = f"at most {most:g}" if value > most else f"at least {least}"
                 raise UsageError(f"--{option} is {value}, expected {bound}")
+        if self.route_trace_inputs and self.route_trace is None:
+            raise UsageError("--route-trace-inputs needs --route-trace FILE, to go beside it")
         if self.pin not in ("auto", "on", "off"):
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
         if self.graphs not in ("off", "on", "token", "oracle"):

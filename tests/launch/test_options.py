@@ -84,6 +84,7 @@ def test_a_size_is_shown_in_the_largest_unit(count: int, text: str) -> None:
         ({"disk_latency": math.nan}, "--disk-latency is nan, expected at least 0"),
         ({"chunk_tokens": 0}, "--chunk-tokens is 0, expected at least 1"),
         ({"pin": "maybe"}, "--pin is 'maybe', expected auto, on or off"),
+        ({"route_trace_inputs": True}, "--route-trace-inputs needs --route-trace FILE"),
     ],
 )
 def test_an_option_out_of_range_is_named_as_it_is_written(
