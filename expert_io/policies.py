@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from expert_io.adaptive import Adaptive
 from expert_io.frequency import LayerQuotas, LeastFrequentlyUsed
 from expert_io.policy import Clock, EvictionPolicy, LeastRecentlyUsed, RandomAmongOldest
 from expert_io.segments import S3Fifo, SegmentedLru, TwoQueues
@@ -18,6 +19,7 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "s3-fifo": S3Fifo,
     "lfu": LeastFrequentlyUsed,
     "layer-quotas": LayerQuotas,
+    "adaptive": Adaptive,
 }
 
 

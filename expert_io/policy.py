@@ -22,7 +22,7 @@ class EvictionPolicy(Protocol):
         """`key` became resident; counts as a use."""
 
     def used(self, key: Key) -> None:
-        """A layer picked `key`. Unknown keys are ignored."""
+        """A layer picked `key`, resident or not; most policies ignore those that are not."""
 
     def removed(self, key: Key) -> None:
         """`key` is no longer resident."""

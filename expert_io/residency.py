@@ -11,10 +11,12 @@ is given out while an urgent one is wanted. Times are seconds of the caller's on
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from expert_io.landed_guesses import LandedGuesses
 from expert_io.policy import EvictionPolicy, Key
 from expert_io.reads import Order, Read, ReadQueue
 from expert_io.scheduler import ExpectedGain, Guess
@@ -24,7 +26,6 @@ from protocol import counters
 from protocol.layouts import ABSENT, Directory, Progress, entry_slot, pack_entry
 from protocol.messages import BACKGROUND, PREDICTED, URGENT
 
-NOT_DUE = (1 << 62, 0)
 READS_BY_LANE = (counters.READS_URGENT, counters.READS_PREDICTED, counters.READS_BACKGROUND)
 
 
@@ -75,7 +76,8 @@ class Residency:
         # The last hint's picks miss, and their demand, which comes next, has not come yet.
         self._demand_due = False
         self._waited_for: set[Key] = set()  # demanded and not here yet
-        self._unused: dict[Key, tuple[int, int]] = {}  # resident for a prediction due then
+        self._guesses = LandedGuesses(scheduler.returns)
+        self._spared = ChainMap[Key, Any](self._protected, self._guesses.expected)
         self.counts: defaultdict[str, float] = defaultdict(float)
         directory.entry[:] = ABSENT
         directory.place[:] = slices.places()
@@ -269,9 +271,7 @@ class Residency:
         dropped = self._scheduler.routed(now, step, layer, picks, bool(absent))
         self.counts[counters.PREDICTED_DROPPED] += dropped
         self._cancel_predictions(lambda read: read.due <= (step, layer) and read.key not in routed)
-        for key in [key for key, due in self._unused.items() if due <= (step, layer)]:
-            self._scheduler.returns.wrong(key)
-            self._unused[key] = NOT_DUE
+        self._guesses.routed((step, layer))
         for key in absent:
             read = self.queue.reads.get(key)
             if read is None:
@@ -283,11 +283,7 @@ class Residency:
         self.policy.used(key)
         if self._scheduler.returns.picked(key) and self._directory.entry[key] == ABSENT:
             self.counts[counters.HARMFUL_EVICTIONS] += 1
-        due = self._unused.pop(key, None)
-        if due is not None:
-            self.counts[counters.PREDICTED_USED] += 1
-            if due != NOT_DUE:
-                self._scheduler.returns.came_true()
+        self.counts[counters.PREDICTED_USED] += self._guesses.picked(key)
 
     def _cancel_predictions(self, passed: Callable[[Read], bool]) -> None:
         """Give up predicted reads that came too late: their layer is routed, or has gone by."""
@@ -352,7 +348,8 @@ class Residency:
     def _evict_down_to(self, coming: int, *, for_prediction: bool) -> None:
         """Evict until `coming` slots are free or will be, or nothing may be evicted."""
         while self.slots.coming < coming:
-            victim = self.policy.victim(self._protected)
+            # A guess that has landed stays until it is known whether it was right, if it can.
+            victim = self.policy.victim(self._spared) or self.policy.victim(self._protected)
             if victim is None:
                 return
             self._evict(victim)
@@ -365,7 +362,7 @@ class Residency:
         self.slots.retire(slot)
         self._resident -= 1
         self.counts[counters.EVICTIONS] += 1
-        if self._unused.pop(key, None) is not None:
+        if self._guesses.evicted(key):
             self.counts[counters.PREDICTED_WASTED_BYTES] += self._nbytes(key)
 
     def _finish(self, read: Read) -> Outcome:
@@ -391,7 +388,7 @@ class Residency:
         self.policy.inserted(read.key)
         self._resident += 1
         if read.origin == PREDICTED and not read.demands:
-            self._unused[read.key] = read.due
+            self._guesses.landed(read.key, read.due)
             self._landed_guesses += 1
         outcome.landed = [(demand, read.key[1]) for demand in sorted(read.demands)]
         return outcome

@@ -45,7 +45,7 @@ class GroupOptions:
     pack: Path | None = None
     pinned: tuple[tuple[int, int], ...] = ()
     warm_dir: Path | None = None
-    policy: str = "lru-random"
+    policy: str = "adaptive"
     predict: int = 6
     predicted_in_flight: int = 2
     engram_reads: int = 128

@@ -50,7 +50,7 @@ from protocol.shards import Shards
     "policies",
     multiple=True,
     type=click.Choice([*sorted(POLICIES), BELADY, "all"]),
-    default=["lru-random"],
+    default=["adaptive"],
     show_default=True,
     help="Which expert gives up its slot; belady knows the future.  [repeatable]",
 )

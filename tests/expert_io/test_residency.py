@@ -11,7 +11,7 @@ from tests.expert_io.small_world import PIECES, Chaos, SmallWorld
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_interleaving_breaks_an_invariant(seed: int) -> None:
-    chaos = Chaos(SmallWorld(slots=6 + seed % 8, policy=("lru", "lru-random")[seed % 2]), seed)
+    chaos = Chaos(SmallWorld(slots=6 + seed % 8, policy=("lru", "adaptive")[seed % 2]), seed)
     for _ in range(600):
         chaos.turn()
     assert chaos.world.residency.counts[counters.EVICTIONS] > 0, "nothing was put to the test"
@@ -97,6 +97,44 @@ def test_an_early_prediction_counts_as_used_when_its_layer_picks_it() -> None:
     world.hint(0, 1, [1, 3], 2, [])
     assert world.residency.counts[counters.PREDICTED_ISSUED] == 2
     assert world.residency.counts[counters.PREDICTED_USED] == 1
+
+
+def test_a_guess_that_has_landed_stays_until_its_layer_is_routed() -> None:
+    """With a policy that gives up the least used, an expert never used before would go first."""
+    world = SmallWorld(slots=6, reserve=2, policy="adaptive")
+    world.hint(0, 0, [0, 1, 3], 2, [7])
+    world.residency.demand(1, 0, [0, 1, 3])
+    for _ in range(3):
+        world.read_all()
+        world.done_with(1)
+        world.bump_epoch()
+    assert world.slot_of((2, 7)) is not None
+    world.residency.demand(2, 1, [4, 5])
+    world.read_all()
+    world.done_with(2)
+    for expert in (0, 1, 2):
+        world.bump_epoch()
+        world.residency.demand(3 + expert, 1, [expert])
+        world.read_all()
+        world.done_with(3 + expert)
+    assert world.slot_of((2, 7)) is not None
+    world.hint(0, 2, [1], -1, [])
+    world.residency.demand(9, 2, [1])
+    world.read_all()
+    assert world.slot_of((2, 7)) is None
+
+
+def test_a_demand_gets_a_slot_even_if_only_expected_guesses_could_go() -> None:
+    world = SmallWorld(slots=4, reserve=1, predicted_in_flight=2)
+    for expert in range(4):
+        world.hint(0, 0, [], 2, [expert])
+        world.read_all()
+    world.bump_epoch()
+    world.residency.demand(1, 0, [1, 2])
+    world.read_all()
+    world.bump_epoch()
+    assert world.read_all() or world.slot_of((0, 2)) is not None
+    assert world.slot_of((0, 1)) is not None
 
 
 def test_harmful_evictions_are_counted() -> None:
