@@ -1,8 +1,9 @@
 """Records routes while the model runs: what `--route-trace` writes.
 
 Owns the trace files and what every predictor says at every distance, most of which nobody else asks
-for. Nothing of this runs when no trace is wanted. The arithmetic of the pass is not touched, and
-the time this takes is left out of the times it records.
+for. Nothing of this runs when no trace is wanted. The arithmetic of the pass is not touched. The
+time this takes is left out of the times it records, and a pass over one token is over before
+predictors are asked: between the layers they would warm up a processor that has just waited.
 """
 
 from __future__ import annotations
@@ -85,16 +86,14 @@ class RouteRecorder:
         self._predicted = np.zeros(named, np.int64)
         self._scores = np.full(named, np.nan, np.float32)
         self._seconds = np.zeros((header.layers, 3), np.float32)
+        self._postponed: list[Callable[[], None]] | None = [] if tokens == 1 else None
         self._waited = self._stalled()
         self._resumed = time.monotonic()
 
     def entered(self, layer: int, streams: torch.Tensor, mixes: Mixes) -> None:
         """`layer` begins with `streams` bf16 [T, hc, D]; its attention's `mixes` are known."""
         self._seconds[layer, 0] = time.monotonic() - self._resumed
-        self._ahead = before_attention(
-            streams, mixes, self._weights.layers[layer].ffn_norm, self._config.rms_norm_eps
-        )
-        self._say(STREAM, layer - 1, self._ahead)
+        self._do(partial(self._entered, layer, streams, mixes))
         self._resumed = time.monotonic()
 
     def routed(
@@ -108,10 +107,7 @@ class RouteRecorder:
         here = np.zeros(self.header.experts, np.bool_)
         here[distinct] = self._resident(layer, distinct)
         self._was_resident[layer] = here[self._picks[layer]]
-        self._say(MOE, layer, x)
-        if self._inputs is not None:
-            halves = _half(self._ahead), _half(x)
-            self._keep(partial(self._inputs.write, self._step, layer, *halves))
+        self._do(partial(self._routed, layer, x))
         self._resumed = time.monotonic()
 
     def left(self, layer: int) -> None:
@@ -125,6 +121,8 @@ class RouteRecorder:
 
     def end(self) -> None:
         """The pass is over."""
+        for action in self._postponed or ():
+            action()
         step = Step(
             self._step,
             self._start,
@@ -137,6 +135,25 @@ class RouteRecorder:
         )
         self._keep(partial(self._writer.write, step))
         self._step += 1
+
+    def _do(self, action: Callable[[], None]) -> None:
+        """Now, or when the pass is over: inputs of many tokens would take too much memory."""
+        if self._postponed is None:
+            action()
+        else:
+            self._postponed.append(action)
+
+    def _entered(self, layer: int, streams: torch.Tensor, mixes: Mixes) -> None:
+        self._ahead = before_attention(
+            streams, mixes, self._weights.layers[layer].ffn_norm, self._config.rms_norm_eps
+        )
+        self._say(STREAM, layer - 1, self._ahead)
+
+    def _routed(self, layer: int, x: torch.Tensor) -> None:
+        self._say(MOE, layer, x)
+        if self._inputs is not None:
+            halves = _half(self._ahead), _half(x)
+            self._keep(partial(self._inputs.write, self._step, layer, *halves))
 
     def _keep(self, write: Callable[[], None]) -> None:
         """Write unless that has failed before: a full disk ends the recording, not a request."""

@@ -27,6 +27,9 @@ from protocol.identity import checkpoint_identity
 from protocol.route_trace import RouteTrace
 from protocol.shards import Shards
 
+# To the service, to a reader, and back.
+MESSAGES_OF_A_MISS = 4
+
 
 @click.command("simulate")
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=Path)
@@ -78,7 +81,12 @@ from protocol.shards import Shards
 @click.option("--readers", default=4, show_default=True, help="Reader processes.")
 @click.option("--in-flight", default=2, show_default=True, help="Predicted experts read at once.")
 @click.option("--reserve", type=int, help="Slots kept free.  [default: top-k]")
-@click.option("--message-us", default=60.0, show_default=True, help="A message's way.")
+@click.option(
+    "--miss-us",
+    default=1500.0,
+    show_default=True,
+    help="What a miss takes beyond its reads, as `headrace bench ipc` measures it.",
+)
 @click.option("--warm", default=64, show_default=True, help="First steps that no figure counts.")
 @click.option("--steps", type=int, help="Most steps of each trace.  [default: all]")
 @click.option("--eager", is_flag=True, help="Read every guess as published, whatever it costs.")
@@ -180,7 +188,7 @@ def _machine(
     readers: int,
     in_flight: int,
     reserve: int | None,
-    message_us: float,
+    miss_us: float,
 ) -> Machine:
     header = trace.header
     if checkpoint is not None:
@@ -199,7 +207,7 @@ def _machine(
         disk=DiskModel(1.0, latency, concurrency),
         slices=slices,
         predicted_in_flight=in_flight,
-        message_s=message_us / 1e6,
+        message_s=miss_us / MESSAGES_OF_A_MISS / 1e6,
     )
 
 

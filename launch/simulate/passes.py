@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from launch.simulate.replay import LayerPass, Said
 from protocol.errors import UsageError
 from protocol.route_trace import MOE, RouteTrace, Step
+
+Floats = npt.NDArray[np.float64]
 
 OFF, ORACLE = "off", "oracle"
 ORACLE_DISTANCES = (1, 2, 3)
@@ -18,20 +21,56 @@ ORACLE_DISTANCES = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds a layer takes, up to its routing and after it; None: as recorded."""
+    """Seconds a layer takes, up to its routing, after it, and more for each time it waited; None:
+    as recorded."""
 
     layer_s: float | None
     # Of a layer's time, what lies before its routing, where nothing was recorded to go by.
     BEFORE = 0.5
 
-    def of(self, step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        """float64 [layers, 2]."""
-        recorded = step.seconds[:, :2].astype(np.float64)
+    def of(self, step: Step, waking: Waking) -> Floats:
+        """float64 [layers, 3]."""
+        recorded = waking.apart(step)
         if self.layer_s is None:
             return recorded
+        recorded = recorded[:, :2]
         total = recorded.sum(1, keepdims=True)
         shares = np.where(total > 0, recorded / np.where(total > 0, total, 1.0), self.BEFORE)
-        return shares * self.layer_s
+        return np.concatenate([shares * self.layer_s, np.zeros_like(total)], axis=1)
+
+
+class Waking:
+    """What a layer took longer after its routing than with all of its experts there, for each that
+    was missing: compute was waked for it, with cold caches. It need not be so in a replay, which
+    has other misses."""
+
+    LEAST = 16  # passes of a layer, with misses or without, to go by
+
+    def __init__(self, trace: RouteTrace) -> None:
+        """Of passes over one token; others are taken as recorded."""
+        single = [step for step in trace if step.tokens == 1]
+        after = np.array([step.seconds[:, 1] for step in single], np.float64)
+        missing = np.array([self._missing(step) for step in single])
+        layers = trace.header.layers
+        self._each = np.zeros(layers)
+        for layer in range(layers if single else 0):
+            missed = missing[:, layer] > 0
+            if min(missed.sum(), (~missed).sum()) >= self.LEAST:
+                took, count = after[missed, layer].sum(), missing[missed, layer].sum()
+                more = took - missed.sum() * np.median(after[~missed, layer])
+                self._each[layer] = max(0.0, more / count)
+
+    def apart(self, step: Step) -> Floats:
+        """float64 [layers, 3]: up to routing, after it with all experts there, for each waking."""
+        seconds = step.seconds.astype(np.float64)
+        each = self._each if step.tokens == 1 else np.zeros_like(self._each)
+        after = np.maximum(0.0, seconds[:, 1] - self._missing(step) * each)
+        return np.stack([seconds[:, 0], after, each], axis=1)
+
+    @staticmethod
+    def _missing(step: Step) -> Floats:
+        missing: Floats = (~step.resident).sum((1, 2)).astype(np.float64)
+        return missing
 
 
 class _Predictor(NamedTuple):
@@ -60,10 +99,11 @@ class Foretold:
     ) -> Iterator[LayerPass]:
         """Every layer pass of the first `most` steps, numbered from `first_step`."""
         predictors = self._said_by(trace)
+        waking = Waking(trace)
         for number, step in enumerate(trace):
             if most is not None and number >= most:
                 return
-            seconds = times.of(step)
+            seconds = times.of(step, waking)
             picks = [sorted(set(layer.flatten().tolist())) for layer in step.picks]
             for layer in range(trace.header.layers):
                 yield LayerPass(
@@ -75,6 +115,7 @@ class Foretold:
                     self._said(step, layer, picks, [p for p in predictors if p.source == MOE]),
                     step.tokens,
                     self._said_first(step, layer, picks, predictors),
+                    float(seconds[layer, 2]),
                 )
 
     def _said_first(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,10 +16,10 @@ from expert_io.scheduler import ExpectedGain
 from launch.cli import cli
 from launch.simulate.account import Run, simulate
 from launch.simulate.disk import DiskModel
-from launch.simulate.passes import Foretold, Times, future
+from launch.simulate.passes import Foretold, Times, Waking, future
 from launch.simulate.replay import LayerPass, Machine, Replay, Said, plain_slices
 from protocol.errors import UsageError
-from protocol.route_trace import RouteTrace
+from protocol.route_trace import RouteTrace, RouteTraceWriter
 from tests.simulate.synthetic_trace import EXPERTS, LAYERS, write_trace
 
 
@@ -106,6 +108,36 @@ def test_waiting_is_what_the_disk_takes_beyond_the_shared_expert() -> None:
     replay.layer(LayerPass(1, 0, 0.001, 0.002, [3], (Said(0, [], []),)))
     assert (replay.hits, replay.misses) == (1, 1)
     replay.close()
+
+
+def test_a_miss_takes_what_its_four_messages_take_and_leaves_compute_slow() -> None:
+    """Two pieces for one reader: the turn between them is half a message."""
+    disk = DiskModel(1_000_000.0)
+    on = Machine(8, 1, 1, disk, plain_slices(1, 4, 16384, 8192), 0, message_s=0.0004)
+    replay = Replay(on, POLICIES["lru"](0), ExpectedGain())
+    replay.layer(LayerPass(0, 0, 0.001, 0.002, [3], (), waking=0.005))
+    read_s = 2 * 0.008192 + 0.0002
+    assert replay.stalled == pytest.approx(4 * 0.0004 + read_s - 0.001, abs=1e-6)
+    assert replay.now == pytest.approx(0.001 + 4 * 0.0004 + read_s + 0.005 + 0.001, abs=1e-6)
+    replay.close()
+
+
+def test_what_misses_made_a_layer_slow_is_not_taken_for_its_computing(tmp_path: Path) -> None:
+    """Every other token misses one expert in each layer, and each takes 3 ms longer then."""
+    plain = RouteTrace(write_trace(tmp_path / "plain.routes", 64))
+    path = tmp_path / "missed.routes"
+    with RouteTraceWriter(path, plain.header) as writer:
+        for step in plain:
+            resident = np.ones_like(step.resident)
+            resident[:, :, 0] = step.step % 2 == 0
+            seconds = step.seconds.copy()
+            seconds[:, 1] += 0.003 * (step.step % 2)
+            writer.write(replace(step, resident=resident, seconds=seconds))
+    missed = RouteTrace(path)
+    waking = Waking(missed)
+    for step in missed:
+        expected = np.broadcast_to([0.006, 0.004, 0.003], (LAYERS, 3))
+        assert waking.apart(step) == pytest.approx(expected, abs=1e-5)
 
 
 def run_command(*arguments: str) -> tuple[int, str]:
