@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,33 +122,51 @@ def _meminfo(key: str) -> int:
     raise ResourceError(f"/proc/meminfo has no {key}; Headrace needs Linux 3.14 or later")
 
 
+def oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory, in this one's control group, or
+    on this machine where the group does not say. Counted before the killed one is gone."""
+    for version_2, directory in _memory_groups():
+        file = directory / ("memory.events" if version_2 else "memory.oom_control")
+        count = _count(file, "oom_kill")
+        if count is not None:
+            return count
+    return _count(Path("/proc/vmstat"), "oom_kill") or 0
+
+
 def _cgroup_limits() -> list[tuple[int, int]]:
     """(limit, in use) of every control group above this process that has a limit."""
     found = []
+    for version_2, directory in _memory_groups():
+        names = (
+            ("memory.max", "memory.current")
+            if version_2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        limit, used = (_number(directory / name) for name in names)
+        if limit is not None and used is not None:
+            found.append((limit, used))
+    return found
+
+
+def _memory_groups() -> Iterator[tuple[bool, Path]]:
+    """(whether it is of version 2, directory) of this process's control groups that may account for
+    memory, each followed by those above it."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
+        return
     for line in lines:
         _, controllers, inside = line.split(":", 2)
         version_2 = controllers == ""
         if not version_2 and "memory" not in controllers.split(","):
             continue
         top = root if version_2 else root / "memory"
-        names = (
-            ("memory.max", "memory.current")
-            if version_2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
         group = top / inside.lstrip("/")
         for directory in (group, *group.parents):
             if not directory.is_relative_to(top):
                 break
-            limit, used = (_number(directory / name) for name in names)
-            if limit is not None and used is not None:
-                found.append((limit, used))
-    return found
+            yield version_2, directory
 
 
 def _number(path: Path) -> int | None:
@@ -155,6 +174,16 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None  # absent, or the word "max"
+
+
+def _count(path: Path, key: str) -> int | None:
+    """The value in the line `KEY VALUE` of `path`; None where there is no such line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    words = (line.split() for line in lines)
+    return next((int(pair[1]) for pair in words if pair[:1] == [key]), None)
 
 
 def _check_pin(options: GroupOptions, plan: MemoryPlan) -> None:

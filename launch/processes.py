@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from launch.child import Child, spawn_child
-from launch.memory import available_memory
+from launch.memory import available_memory, oom_kills
 from launch.options import format_size
 from launch.silence import is_stopped
 from protocol.errors import HeadraceError, ProcessDied, refused_by_machine
@@ -51,6 +51,7 @@ class Processes:
         self._on_death = on_death
         self._on_line = on_line
         self._budget = budget
+        self._oom_kills = oom_kills()
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
         self._stopping = False
@@ -109,7 +110,7 @@ class Processes:
         del self._children[child.name]
         if self._stopping:
             return
-        error = death_error(child, code, self._budget)
+        error = death_error(child, code, self._budget, oom_kills() > self._oom_kills)
         if child.name.startswith("reader-") and code < 0:
             if self._may_restart():
                 failed = self._replace(child)
@@ -141,8 +142,9 @@ class Processes:
         return len(self._restarts) <= READER_RESTARTS
 
 
-def death_error(child: Child, code: int, budget: int) -> HeadraceError:
-    """Why the group ends when `child` did: its own words where it had an error of its own."""
+def death_error(child: Child, code: int, budget: int, out_of_memory: bool) -> HeadraceError:
+    """Why the group ends when `child` did: its own words where it had an error of its own.
+    `out_of_memory`: the kernel has killed someone for that since the start."""
     if child.killed_for:
         return ProcessDied(
             f"{child.name} {child.killed_for}; where it only needs longer, --silence-timeout allows"
@@ -154,12 +156,17 @@ def death_error(child: Child, code: int, budget: int) -> HeadraceError:
         return error
     reason = f": {words}" if words else ""
     if code == -signal.SIGKILL:
-        planned, free = format_size(budget), format_size(available_memory())
-        reason = (
-            f" (probably out of memory: cache and dense weights were to take {planned}, {free} are "
-            "free now; ask for a smaller --cache)"
-        )
+        # Whoever sent that did not ask; what the child said before is about something else.
+        reason = f" ({_memory_ran_out(budget)})" if out_of_memory else ""
     return ProcessDied(f"{child.name} ended: {_how(code)}{reason}")
+
+
+def _memory_ran_out(budget: int) -> str:
+    planned, free = format_size(budget), format_size(available_memory())
+    return (
+        f"the kernel was out of memory: cache and dense weights were to take {planned}, {free} are "
+        "free now; ask for a smaller --cache"
+    )
 
 
 def _how(code: int) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from launch import processes
+from launch.memory import oom_kills
 from launch.synth.command import synthesize
 from protocol import counters
 from protocol.errors import ProcessDied, StallError, UsageError
@@ -124,6 +126,18 @@ def test_rows_that_cannot_be_read_spoil_more_than_their_request(answer: list[int
         assert isinstance(end, Finished) and (end.reason, end.failure) == ("error", "read")
         assert "engram" in end.error and ".safetensors" in end.error and "\n" not in end.error
         assert broken.tokens(PROMPT, TOKENS) == answer
+
+
+def test_a_death_by_the_kernel_for_lack_of_memory_is_called_a_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with RunningGroup() as group:
+        before = oom_kills()
+        # What the kernel counts before the process is gone.
+        monkeypatch.setattr(processes, "oom_kills", lambda: before + 1)
+        killed(group.group.pids["compute"])
+        with pytest.raises(ProcessDied, match=r"out of memory: cache and dense .* smaller --cache"):
+            watch(group)
 
 
 def open_descriptors() -> int:

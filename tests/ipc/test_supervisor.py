@@ -65,7 +65,8 @@ def test_a_death_is_not_named_or_leaves_the_others_running(name: str) -> None:
         code, took = command.end()
         assert (code, took < END_S) == (5, True), (code, took)
         (line,) = command.said()
-        assert line.startswith(f"headrace: {name} ended: killed by SIGKILL")
+        # Nothing says that memory was short.
+        assert line == f"headrace: {name} ended: killed by SIGKILL"
         command.nothing_left()
 
 

@@ -173,3 +173,20 @@ def test_a_group_beyond_its_limit_has_nothing_rather_than_less(files: Path) -> N
     (files / "proc/self/cgroup").write_text("0::/\n")
     _group(files, ".", memory__max=GIB, memory__current=2 * GIB)
     assert memory.available_memory() == 0
+
+
+@pytest.mark.parametrize("version_2", [True, False])
+def test_a_kill_in_another_control_group_is_taken_for_one_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version_2: bool
+) -> None:
+    ours, above = tmp_path / "above" / "ours", tmp_path / "above"
+    ours.mkdir(parents=True)
+    monkeypatch.setattr(memory, "_memory_groups", lambda: [(version_2, ours), (version_2, above)])
+    name = "memory.events" if version_2 else "memory.oom_control"
+    # The machine counts where no group does.
+    assert memory.oom_kills() >= 0
+    # A group without a counter is told by the one above.
+    (above / name).write_text("oom 9\noom_kill 7\noom_group_kill 8\n")
+    assert memory.oom_kills() == 7
+    (ours / name).write_text("low 1\noom_kill 3\n")
+    assert memory.oom_kills() == 3
