@@ -121,6 +121,15 @@ class Guess:
         return self.step, self.key[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Saying:
+    """Experts with scores that were `named` when layer `here` was the last one routed."""
+
+    here: int
+    calibration: Calibration
+    named: tuple[tuple[int, float], ...]
+
+
 class ExpectedGain:
     """Reads what is worth it; see the module's docstring."""
 
@@ -129,8 +138,8 @@ class ExpectedGain:
         self.disk = DiskPace()
         self.returns = Returns()
         self._guesses: dict[Key, Guess] = {}
-        self._said: dict[tuple[int, int], list[tuple[Calibration, int, float]]] = {}
-        self._calibrations: dict[tuple[int, int], Calibration] = {}
+        self._said: dict[tuple[int, int], list[_Saying]] = {}
+        self._calibrations: dict[tuple[int, int, int], Calibration] = {}
         self._misses = Mean(1.0)
 
     # --- what is learned --------------------------------------------------------------------------
@@ -141,15 +150,17 @@ class ExpectedGain:
         """At (step, layer) `now_at` the absent ones of `count` named experts of `layer`, with
         scores."""
         step, here = now_at
-        # A pass over many tokens names many experts, and more of them come true.
-        kind = (layer - here, count.bit_length())
-        calibration = self._calibrations.setdefault(kind, Calibration())
         said = self._said.setdefault((step, layer), [])
+        # What is said of a layer once more from the same distance has seen more. A pass over many
+        # tokens names many experts, and more of them come true.
+        before = sum(saying.here == here for saying in said)
+        kind = (layer - here, before, count.bit_length())
+        calibration = self._calibrations.setdefault(kind, Calibration())
+        said.append(_Saying(here, calibration, tuple(named)))
         # What a nearer layer says replaces it all: it has seen more.
         for key in [k for k, g in self._guesses.items() if g.due == (step, layer)]:
             del self._guesses[key]
         for expert, score in named:
-            said.append((calibration, expert, score))
             probability = calibration.probability(score)
             key = (layer, expert)
             self._guesses[key] = Guess(key, step, probability)
@@ -160,9 +171,9 @@ class ExpectedGain:
         self._misses.add(missing)
         chosen = set(picks)
         for at in [at for at in self._said if at <= (step, layer)]:
-            for calibration, expert, score in self._said.pop(at):
-                if at == (step, layer):
-                    calibration.learn(score, expert in chosen)
+            for saying in self._said.pop(at):
+                for expert, score in saying.named if at == (step, layer) else ():
+                    saying.calibration.learn(score, expert in chosen)
         return self.drop_until((step, layer))
 
     def drop_until(self, passed: tuple[int, int]) -> int:

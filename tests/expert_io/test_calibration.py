@@ -40,7 +40,16 @@ def test_a_predictor_that_turns_bad_is_not_believed_for_long() -> None:
     calibration = taught([0.1, 0.9], 2000)
     for _ in range(1000):
         calibration.learn(1.0, False)
-    assert calibration.probability(1.0) < 0.1
+    assert calibration.probability(1.0) < 0.2
+
+
+def test_the_few_likely_ones_stand_out_from_many_that_are_not() -> None:
+    """Most absent experts that are named have no chance; one in fifty is nearly sure."""
+    calibration, chance = Calibration(), random.Random(3)
+    for _ in range(4000):
+        score = 2.0 if chance.random() < 0.02 else chance.gauss(-4, 1)
+        calibration.learn(score, chance.random() < 1 / (1 + 2.718**-score))
+    assert calibration.probability(2.0) > 0.75 and calibration.probability(-3.0) < 0.1
 
 
 def test_scores_beyond_all_seen_count_as_the_nearest() -> None:

@@ -87,6 +87,23 @@ def test_a_guess_ends_with_its_layer() -> None:
     assert not made.promising and made.best(LAYER_S, PIECE, 0) is None
 
 
+def test_what_is_said_again_from_the_same_layer_is_believed_by_its_own_record() -> None:
+    """A source that is mostly wrong, then, before the layer's attention, one that is right."""
+    made = ExpectedGain()
+    for step in range(300):
+        made.predicted((step, 0), 1, [(step % 7, 1.0)], 1)
+        made.predicted((step, 0), 1, [(8, 1.0)], 1)
+        made.routed(step * 1.0, step, 0, [], True)
+        made.routed(step + LAYER_S, step, 1, [8] if step % 10 else [3], True)
+    made.disk.read(PIECE, 0.001, 1)
+    made.routed(400.0, 400, 0, [], True)
+    made.predicted((400, 0), 1, [(3, 1.0)], 1)
+    assert not made.promising
+    made.predicted((400, 0), 1, [(8, 1.0)], 1)
+    best = made.best(400.0, PIECE, 0)
+    assert best is not None and best.key == (1, 8) and best.probability > 0.8
+
+
 def test_what_a_nearer_layer_says_replaces_what_a_farther_one_said() -> None:
     made = scheduler(0.9, piece_s=0.005)
     made.predicted((1000, 0), 2, [(5, 1.0)], 1)
