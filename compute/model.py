@@ -8,7 +8,7 @@ was cached, predicted, or in which order experts arrived.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,13 +34,25 @@ if TYPE_CHECKING:
     from compute.decode.assembly import AnyDecoder
 
 
+class _LayerHint(NamedTuple):
+    """What `ExpertSource.hint` takes."""
+
+    layer: int
+    picks: list[int]
+    predicted_layer: int | None
+    predicted: list[int]
+    scores: list[float]
+
+
 class Model:
     """A DeepSeek-V4.1 text model over dense `weights` and two sources of what does not fit.
 
     `observe(name, layer, tensor)` is shown intermediate results under the names of the golden data
     (tests/golden/data/README.md). `reference_index_keys` scores a filling group's query against the
     index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
-    `predictions` is how many experts of the next layer are named for each token. `routes` is shown
+    `predictions` is how many experts of a later layer are named for each token, of each of the next
+    `ahead` layers: the next one's before this layer's experts are asked for, farther ones' after,
+    so that no miss waits for them. `routes` is shown
     every pass where a route trace is wanted. `fitted` gates name them where there are some, else
     the layers' own do. A pass over a single token goes through `decoder`, if there is one. A new
     state has room for `capacity` tokens before anything of it moves.
@@ -57,6 +69,7 @@ class Model:
         observe: Observer | None = None,
         reference_index_keys: bool = False,
         predictions: int | None = None,
+        ahead: int = 1,
         routes: RouteRecorder | None = None,
         fitted: FittedGates = NO_FITTED_GATES,
         decoder: AnyDecoder | None = None,
@@ -74,6 +87,7 @@ class Model:
         self._decoder = decoder
         self._capacity = capacity
         self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
+        self._ahead = ahead if self._predictions else 0
         self._rope = Rope(config, self.device)
         self._attention = [
             Attention(
@@ -203,11 +217,11 @@ class Model:
         with self._tracer.span("routing", layer=layer):
             ffn_mixes = self._mixes(streams, weights.ffn_mix)
             x = rms_norm(collapse(streams, mixes.pre), weights.ffn_norm, eps)
-            routing, picks = self._route(layer, x)
+            routing, picks, farther = self._route(layer, x)
         if self._routes is not None:
             self._routes.routed(layer, x, routing, picks)
         with self._tracer.span("experts", layer=layer):
-            y = self._experts_product(layer, x, routing, picks)
+            y = self._experts_product(layer, x, routing, picks, farther)
             streams = write_back(y, streams, ffn_mixes)
         if self._routes is not None:
             self._routes.left(layer)
@@ -238,37 +252,51 @@ class Model:
         eps = (config.rms_norm_eps, config.hc_eps)
         return hyper_connections.mixes(streams, weights, *eps, config.hc_sinkhorn_iters)
 
-    def _route(self, layer: int, x: torch.Tensor) -> tuple[Routing, list[list[int]]]:
-        """Choose `layer`'s experts and name the next layer's likely ones, in one read-back."""
+    def _route(
+        self, layer: int, x: torch.Tensor
+    ) -> tuple[Routing, list[list[int]], list[_LayerHint]]:
+        """Choose `layer`'s experts and name later layers' likely ones, in one read-back; publish
+        the next layer's, and return those to be published of farther ones."""
         config, layers = self.config, self._weights.layers
         k = config.num_experts_per_tok
         routing = route(x, layers[layer].gate, k, config.routed_scaling_factor)
         self._show("gate_indices", layer, routing.picks)
         self._show("gate_weights", layer, routing.weights)
         parts = [routing.picks.flatten().double()]
-        following = layer + 1 if layer + 1 < len(layers) and self._predictions > 0 else None
-        if following is not None:
-            count = self._predictions * len(x)
-            gate = self._fitted.gate(MOE, 1, following, layers[following].gate)
-            said = predict(x, gate.weights, k, count)
+        following = range(layer + 1, min(layer + 1 + self._ahead, len(layers)))
+        for target in following:
+            gate = self._fitted.gate(MOE, target - layer, target, layers[target].gate)
+            said = predict(x, gate.weights, k, self._predictions * len(x))
             parts += (said.experts.double(), gate.scores(said.margins).double())
         # One transfer, so one wait for the device a layer; expert ids are exact in float64.
         values = torch.cat(parts).tolist()
         flat = [int(value) for value in values[: len(x) * k]]
         picks = [flat[i : i + k] for i in range(0, len(flat), k)]
-        rest = values[len(flat) :]
-        predicted = [int(value) for value in rest[: len(rest) // 2]]
-        margins = rest[len(rest) // 2 :]
-        self._experts.hint(layer, sorted(set(flat)), following, predicted, margins)
-        return routing, picks
+        chosen, at, hints = sorted(set(flat)), len(flat), []
+        for target, said_experts in zip(following, parts[1::2], strict=True):
+            middle = at + len(said_experts)
+            end = middle + len(said_experts)
+            predicted = [int(value) for value in values[at:middle]]
+            hints.append(_LayerHint(layer, chosen, target, predicted, values[middle:end]))
+            at = end
+        nearest, *farther = hints or [_LayerHint(layer, chosen, None, [], [])]
+        self._experts.hint(*nearest)
+        return routing, picks, farther
 
     def _experts_product(
-        self, layer: int, x: torch.Tensor, routing: Routing, picks: list[list[int]]
+        self,
+        layer: int,
+        x: torch.Tensor,
+        routing: Routing,
+        picks: list[list[int]],
+        farther: Sequence[_LayerHint],
     ) -> torch.Tensor:
         limit = self.config.swiglu_limit
         needed = sorted({expert for chosen in picks for expert in chosen})
         try:
             arriving = self._experts.fetch(layer, needed)
+            for hint in farther:
+                self._experts.hint(*hint)
             # The shared expert is computed while what is missing lands.
             operand = quantized(x)
             shared = shared_expert(operand, self._weights.layers[layer].shared, limit)

@@ -147,9 +147,7 @@ class ComputeProcess:
         }
 
 
-def _unstarted(
-    request: Generate, reason: str, error: str = "", kind: FailureKind = ""
-) -> Finished:
+def _unstarted(request: Generate, reason: str, error: str = "", kind: FailureKind = "") -> Finished:
     return Finished(request.request, reason, "", error, kind, len(request.prompt), 0, 0, {})
 
 
@@ -258,6 +256,7 @@ def _assemble(
             engram,
             tracer=tracer,
             predictions=spec.predict,
+            ahead=spec.predict_ahead,
             routes=routes,
             fitted=fitted,
             # A recorder is shown what only the torch path has at hand.

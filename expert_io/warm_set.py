@@ -34,6 +34,7 @@ class WarmSet:
         self._identity = identity
         self._heat = np.zeros((layers, experts))
         self._step = 0
+        self._last = -1, -1
         self._weight = 1.0
         self._growth = FADED_AFTER_1000 ** (-1 / 1000)
 
@@ -72,7 +73,10 @@ class WarmSet:
         return [divmod(word, width) for word in words]
 
     def picked(self, step: int, layer: int, experts: Sequence[int]) -> None:
-        """A pass used `experts` of `layer`."""
+        """A pass used `experts` of `layer`; said again it counts once."""
+        if (step, layer) == self._last:
+            return
+        self._last = step, layer
         if step != self._step:
             self._step = step
             self._weight *= self._growth

@@ -38,6 +38,13 @@ _OPTIONS = (
         help="Predicted experts being read at once; 0 turns prefetch off.",
     ),
     _option(
+        "--predict-ahead",
+        key="predict_ahead",
+        type=int,
+        metavar="LAYERS",
+        help="How many layers ahead experts are predicted, 1 to 3: farther pays on slow disks.",
+    ),
+    _option(
         "--policy",
         key="policy",
         type=click.Choice(sorted(POLICIES)),

@@ -23,8 +23,9 @@ class GroupOptions:
 
     `slots`, `cache_bytes` or `cache_share` (of all experts) size the arena, the first one given;
     none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
-    where the machine does not allow it) or `off`. `predict` experts of the next layer are published
-    and at most `predicted_in_flight` are read ahead at once; 0 turns prefetch off.
+    where the machine does not allow it) or `off`. `predict` experts of each of the next
+    `predict_ahead` layers are published and at most `predicted_in_flight` are read ahead at once; 0
+    turns prefetch off.
     `graphs` and `device_cache` matter on a GPU: how decode steps are launched, and bytes of its
     memory for experts (None: what is free).
     `kept_bytes` bound the sequence states that let a request continue an earlier one;
@@ -47,6 +48,7 @@ class GroupOptions:
     warm_dir: Path | None = None
     policy: str = "adaptive"
     predict: int = 6
+    predict_ahead: int = 1
     predicted_in_flight: int = 2
     engram_reads: int = 128
     engram_cache_bytes: int = 64 << 20
@@ -76,6 +78,7 @@ class GroupOptions:
             ("readers", 1, 256),
             ("piece_bytes", 4096, GIB),
             ("predict", 0, 1024),
+            ("predict_ahead", 1, 3),
             ("predicted_in_flight", 0, 1024),
             ("engram_reads", 1, 4096),
             ("chunk_tokens", 1, 1 << 16),

@@ -183,7 +183,9 @@ class Wiring:
             kept_bytes=options.kept_bytes,
             snapshot_dir=str(options.snapshot_dir or "") if options.snapshot_bytes else "",
             snapshot_bytes=options.snapshot_bytes,
-            predict=options.predict,
+            # What nobody will read need not be foretold.
+            predict=options.predict if options.predicted_in_flight else 0,
+            predict_ahead=options.predict_ahead,
             stall_timeout=options.stall_timeout,
             threads=options.threads,
             verify_slots=options.verify_slots,

@@ -90,8 +90,9 @@ class ComputeSpec(Message):
     """`device` is a torch device or `auto`. `chunk_tokens` bounds one prefill chunk, `max_context`
     the tokens of a sequence, `kept_bytes` the sequence states kept for requests that begin alike
     (0: none); `snapshot_dir` keeps them on disk too, within `snapshot_bytes` ("": not at all).
-    `predict` is how many experts of the next layer are published (0: none). `stall_timeout` seconds
-    bound every wait for experts or rows. `threads` is torch's own count (0: its default).
+    `predict` is how many experts of each of the next `predict_ahead` layers are published (0:
+    none). `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own
+    count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
     so that it is copied from without a detour. On a GPU `graphs` says how decode steps are launched
     (off, on, token, oracle), and `device_cache_bytes` how much device memory holds experts (0:
@@ -113,6 +114,7 @@ class ComputeSpec(Message):
     snapshot_dir: str
     snapshot_bytes: int
     predict: int
+    predict_ahead: int
     stall_timeout: float
     threads: int
     verify_slots: bool

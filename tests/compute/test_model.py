@@ -111,6 +111,24 @@ def test_the_prediction_is_the_next_gate_on_this_input_best_first() -> None:
         assert predicted[:k] == route(x, layers[layer + 1].gate, k, 1.0).picks[0].tolist()
 
 
+def test_farther_layers_are_predicted_once_what_misses_has_been_asked_for() -> None:
+    source, capture = WatchedExperts(), Capture()
+    mini = Mini(source=source, observe=capture, ahead=3)
+    mini.run(TOKENS, mini.model.new_state(), 0, 37, every=False)
+    layers = harness.weights().layers
+    expected = []
+    for n in range(len(layers)):
+        farther = [f"hint {n}"] * len(range(n + 2, min(n + 4, len(layers))))
+        expected += [f"hint {n}", f"fetch {n}", *farther, "release"]
+    assert source.calls == expected
+    for layer, picks, target, predicted, scores in source.hints:
+        assert picks == source.fetched[layer]
+        if target is not None:
+            x = capture[f"layers.{layer}.ffn_in"]
+            said = predict(x, layers[target].gate, config().num_experts_per_tok, len(predicted))
+            assert (predicted, scores) == (said.experts.tolist(), said.margins.tolist())
+
+
 def test_a_chunk_predicts_exactly_the_experts_its_tokens_would_pick() -> None:
     gate = harness.weights().layers[3].gate
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)

@@ -110,6 +110,7 @@ class Mini:
         observe: Observer | None = None,
         source: ExpertSource | None = None,
         reference_index_keys: bool = True,
+        ahead: int = 1,
     ) -> None:
         self.engram = TableEngram()
         self.model = Model(
@@ -119,6 +120,7 @@ class Mini:
             self.engram,
             observe=observe,
             reference_index_keys=reference_index_keys,
+            ahead=ahead,
         )
 
     def run(
