@@ -138,6 +138,8 @@ class ModelConfig:
 
 # Far above any of the release's figures, and not infinite. No comparison holds for NaN.
 _LARGEST_FLOAT = 1e30
+# The same for counts and ids: a product of a few still fits into 64 bits.
+_LARGEST_COUNT = 1 << 40
 _TOP_LEVEL = {"bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"}
 _FORMATS = {
     "quant_method": "fp8",
@@ -217,12 +219,12 @@ def _typed(holder: Mapping[str, Any], name: str, kind: str, path: Path) -> Any:
         return RopeScaling(
             **{key: _typed(value, key, of, path) for key, of in RopeScaling.__annotations__.items()}
         )
-    expected = {"tuple[int, ...]": "a list of whole numbers", "int": "a whole number from 0"}
+    expected = {"tuple[int, ...]": "a list of whole numbers", "int": "a whole number up to 2^40"}
     raise CheckpointError(f"{path}: {name} is {value!r}, expected {expected.get(kind, kind)}")
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _LARGEST_COUNT
 
 
 _POSITIVE = (
@@ -236,8 +238,6 @@ _POSITIVE = (
     "o_lora_rank",
     "o_groups",
     "max_position_embeddings",
-    "rope_theta",
-    "compress_rope_theta",
     "n_routed_experts",
     "num_experts_per_tok",
     "sliding_window",
@@ -257,8 +257,17 @@ _POSITIVE = (
 )
 
 
-# Numbers that would be counted up to before any tensor's shape could contradict them.
+# Numbers that no tensor's shape would contradict, or not before they had been counted up to: memory
+# and time go with them. Far above the release's.
 _AT_MOST = {
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 14,
+    "compress_ratios": 1 << 14,
+    "index_topk": 1 << 16,
+    "candidate_topk_blocks": 1 << 16,
+    "candidate_block_size": 1 << 16,
+    "dspark_block_size": 1 << 10,
+    "engram_vocab_size": 1 << 32,
     "n_routed_experts": 65_536,
     "dspark_n_routed_experts": 65_536,
     "num_nextn_predict_layers": 64,
@@ -278,8 +287,15 @@ def _check_consistent(config: ModelConfig, path: Path) -> None:
     for name in RopeScaling.__annotations__:
         found = getattr(config.rope_scaling, name)
         require(found > 0, f"rope_scaling.{name} is {found}, expected more than 0")
-    for name, most in _AT_MOST.items():
+    factor = config.rope_scaling.factor
+    require(factor >= 1, f"rope_scaling.factor is {factor}, expected at least 1")
+    for name in ("rope_theta", "compress_rope_theta"):
         found = getattr(config, name)
+        # Powers of less overflow.
+        require(found >= 1, f"{name} is {found}, expected at least 1")
+    for name, most in _AT_MOST.items():
+        value = getattr(config, name)
+        found = max(value, default=0) if isinstance(value, tuple) else value
         require(found <= most, f"{name} is {found}, expected at most {most}")
     layers = config.num_hidden_layers
     wanted = layers + config.num_nextn_predict_layers

@@ -171,12 +171,43 @@ def test_a_number_that_is_not_finite_is_computed_with(value: float) -> None:
         "dspark_n_routed_experts",
         "num_nextn_predict_layers",
         "hc_sinkhorn_iters",
+        "sliding_window",
+        "compress_ratios",
+        "max_position_embeddings",
+        "index_topk",
+        "candidate_topk_blocks",
+        "candidate_block_size",
+        "dspark_block_size",
+        "engram_vocab_size",
     ],
 )
-def test_a_count_without_end_is_counted_to(key: str) -> None:
+def test_a_count_without_end_is_counted_to_or_allocated_for(key: str) -> None:
     whole = _mini()
-    whole["text_config"][key] = 10**12
+    listed = isinstance(whole["text_config"][key], list)
+    whole["text_config"][key] = [10**12] * 10 if listed else 10**12
     with pytest.raises(CheckpointError, match=f"{key} is 1000000000000, expected at most"):
+        _read(whole)
+
+
+def test_a_number_that_no_machine_word_holds_is_computed_with() -> None:
+    counts = [key for key, kind in ModelConfig.__annotations__.items() if kind == "int"]
+    for key in counts:
+        whole = _mini()
+        holder = whole if key in whole else whole["text_config"]
+        holder[key] = 1 << 63
+        with pytest.raises(CheckpointError, match=f"{key} is {1 << 63}, expected a whole number"):
+            _read(whole)
+    whole = _mini()
+    whole["text_config"]["compress_ratios"][-1] = 1 << 63
+    with pytest.raises(CheckpointError, match=r"compress_ratios .* expected a list of whole"):
+        _read(whole)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "compress_rope_theta"])
+def test_frequencies_that_overflow_are_computed_with(key: str) -> None:
+    whole = _mini()
+    whole["text_config"][key] = 1e-300
+    with pytest.raises(CheckpointError, match=f"{key} is 1e-300, expected at least 1"):
         _read(whole)
 
 
