@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +38,11 @@ class TokenMap:
     def load(cls, directory: Path, config: ModelConfig) -> TokenMap:
         """Build the map of the checkpoint in `directory`; about 2 s for 129,280 ids.
 
-        Raises CheckpointError where the tokenizer cannot be read or gives another number of
-        classes than the config states.
+        Raises CheckpointError where the tokenizer cannot be read, has ids that the model has not,
+        or gives another number of classes than the config states.
         """
         path = directory / TOKENIZER_NAME
-        token_map = cls.from_tokenizer(read_tokenizer(path), config.vocab_size)
+        token_map = cls.from_tokenizer(load_tokenizer(directory, config), config.vocab_size)
         if token_map.size != config.engram_compressed_vocab_size:
             raise CheckpointError(
                 f"{path}: its compressed vocabulary has {token_map.size} classes (digest "
@@ -64,6 +65,20 @@ class TokenMap:
     def digest(self) -> str:
         """SHA-256 of the map as little-endian int32, in hexadecimal."""
         return hashlib.sha256(self.classes.astype("<i4").tobytes()).hexdigest()
+
+
+def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
+    """The tokenizer of the checkpoint in `directory`; raises CheckpointError, also where it has ids
+    that the model has no embedding for."""
+    path = directory / TOKENIZER_NAME
+    tokenizer = read_tokenizer(path)
+    spelling, largest = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", 0))
+    if largest >= config.vocab_size:
+        raise CheckpointError(
+            f"{path}: {spelling!r} has id {largest}, but config.json states a vocab_size of "
+            f"{config.vocab_size}; fetch tokenizer.json and config.json of one revision"
+        )
+    return tokenizer
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

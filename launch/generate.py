@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
+from engram_io.token_map import load_tokenizer
 from launch.command_options import with_group_options
 from launch.foreground import console, run_foreground, running_group
-from launch.group import ProcessGroup, load_tokenizer
+from launch.group import ProcessGroup
 from launch.options import GenerateOptions, GroupOptions
 from launch.prompt import chat_prompt, check_prompt, raw_prompt
 from launch.ranges import COUNT, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
@@ -91,7 +92,7 @@ def generate_command(
     else:
         encode = chat_prompt if chat else raw_prompt
         text = _prompt_text(prompt, prompt_file)
-        ids = encode(load_tokenizer(group.checkpoint), config, text)
+        ids = encode(load_tokenizer(group.checkpoint, config), config, text)
     check_prompt(ids, config, group.max_context)
     request["stop"] = tuple(request["stop"])
     options = GenerateOptions(ids, seed=sampling_seed, **request)

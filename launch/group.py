@@ -13,9 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import zmq
-from tokenizers import Tokenizer
 
-from engram_io.token_map import read_tokenizer
+from engram_io.token_map import load_tokenizer
 from expert_io.packed import expert_slices
 from launch.memory import MemoryPlan, plan_memory
 from launch.options import GenerateOptions, GroupOptions
@@ -69,11 +68,6 @@ ANSWER_TIMEOUT_S = 5.0
 SIGN_OF_LIFE = -1
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The checkpoint's tokenizer; raises CheckpointError."""
-    return read_tokenizer(directory / "tokenizer.json")
-
-
 class ProcessGroup:
     """One checkpoint being served. Use inside one running event loop.
 
@@ -88,7 +82,7 @@ class ProcessGroup:
         self.options = options
         self.config = ModelConfig.load(options.checkpoint)
         self.shards = Shards.open(options.checkpoint, self.config)
-        self.tokenizer = load_tokenizer(options.checkpoint)
+        self.tokenizer = load_tokenizer(options.checkpoint, self.config)
         self.facts: dict[str, str] = {}
         self.failure: HeadraceError | None = None
         self._on_line = on_line

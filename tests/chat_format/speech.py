@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from compute.text import TokenBytes
+from engram_io.token_map import load_tokenizer
 from launch.chat_format.conversation import Conversation, Message
 from launch.chat_format.reply import (
     ArgumentsDelta,
@@ -16,12 +17,11 @@ from launch.chat_format.reply import (
     ReplyParser,
 )
 from launch.chat_format.vocabulary import Vocabulary
-from launch.group import load_tokenizer
 from protocol.config import ModelConfig
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 CONFIG = ModelConfig.load(MINI)
-VOCABULARY = Vocabulary(load_tokenizer(MINI), CONFIG)
+VOCABULARY = Vocabulary(load_tokenizer(MINI, CONFIG), CONFIG)
 TOKENS = VOCABULARY.chat_tokens()
 TOKEN_BYTES = TokenBytes(VOCABULARY.tokenizer, [CONFIG.eos_token_id])
 SPELLED: dict[str, int] = {

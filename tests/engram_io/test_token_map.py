@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from engram_io.token_map import TokenMap, read_tokenizer
+from engram_io.token_map import TokenMap, load_tokenizer, read_tokenizer
 from protocol.config import ModelConfig
 from protocol.errors import CheckpointError
 
@@ -83,6 +83,20 @@ def test_equal_class_count_with_another_map_shows_in_the_digest() -> None:
     other = TokenMap.from_tokenizer(_vocabulary("a", "b", "B"), 3)
     assert one.size == other.size
     assert one.digest != other.digest
+
+
+@pytest.mark.parametrize("number", [512, 4_000_000_000])
+def test_an_id_without_an_embedding_is_found_where_it_is_computed_with(
+    tmp_path: Path, number: int
+) -> None:
+    whole = json.loads((MINI / "tokenizer.json").read_text(encoding="utf-8"))
+    whole["added_tokens"][-1]["id"] = number
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+    for load in (TokenMap.load, load_tokenizer):
+        with pytest.raises(CheckpointError, match=f"has id {number}, but .* vocab_size of 512"):
+            load(tmp_path, ModelConfig.load(MINI))
+    series = max(read_tokenizer(SERIES_TOKENIZER).get_vocab().values())
+    assert series < 129280
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff\xfe", b'{"model": 1}'])

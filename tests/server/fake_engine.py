@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from launch.group import load_tokenizer
+from engram_io.token_map import load_tokenizer
 from launch.memory import MemoryPlan
 from launch.options import GenerateOptions, GroupOptions
 from launch.server.engine import Event, Stats
@@ -31,7 +31,7 @@ class FakeEngine:
     def __init__(self, script: Script = "Hello.", checkpoint: Path = MINI) -> None:
         self.options = GroupOptions(checkpoint, max_context=4096)
         self.config = ModelConfig.load(checkpoint)
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.tokenizer = load_tokenizer(checkpoint, self.config)
         self.plan = MemoryPlan(8, 4096, 1 << 20, 64)
         self.facts = {"device": "scripted"}
         self.failure: HeadraceError | None = None
