@@ -90,7 +90,7 @@ def test_an_id_without_an_embedding_is_found_where_it_is_computed_with(
     tmp_path: Path, number: int
 ) -> None:
     whole = json.loads((MINI / "tokenizer.json").read_text(encoding="utf-8"))
-    whole["added_tokens"][-1]["id"] = number
+    whole["model"]["vocab"]["h"] = number
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
     for load in (TokenMap.load, load_tokenizer):
         with pytest.raises(CheckpointError, match=f"has id {number}, but .* vocab_size of 512"):
