@@ -101,12 +101,25 @@ class GroupOptions:
                 option = _SPELLINGS.get(name, name.replace("_", "-"))
                 bound = f"at most {most:g}" if value > most else f"at least {least}"
                 raise UsageError(f"--{option} is {value}, expected {bound}")
+        if 0 < self.disk_bandwidth < 1:
+            raise UsageError(
+                f"--disk-bandwidth is {self.disk_bandwidth}, expected at least 1, or 0"
+            )
+        check_device(self.device)
         if self.route_trace_inputs and self.route_trace is None:
             raise UsageError("--route-trace-inputs needs --route-trace FILE, to go beside it")
         if self.pin not in ("auto", "on", "off"):
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
         if self.graphs not in ("off", "on", "token", "oracle"):
             raise UsageError(f"--graphs is {self.graphs!r}, expected off, on, token or oracle")
+
+
+def check_device(name: str) -> None:
+    """Raises UsageError for what no process could compute on, whatever the machine has."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise UsageError(
+            f"--device is {name!r}, expected auto, cpu, cuda, or cuda:N for one of many"
+        )
 
 
 @dataclass(frozen=True, slots=True)
