@@ -114,7 +114,7 @@ class Decoder:
                 step.begin()
             else:
                 step.buffers.table.copy_(self._table, non_blocking=True)
-                step.experts(layer - 1)
+                step.experts(layer - 1, joined=True)
             if layer == self._layers:
                 step.head()
                 return
@@ -124,6 +124,7 @@ class Decoder:
                 step.engram(layer)
             step.attention(layer)
             step.route(layer)
+            step.join()
             self._routed.copy_(step.buffers.routed, non_blocking=True)
 
         return launch

@@ -141,7 +141,7 @@ class DecodeStep:
         """Attention of `layer` with all that it writes into the state, back into the streams."""
         b, k, config = self.buffers, self._k, self.config
         weights, mix = self.arguments.layers[layer], b.mixes[0]
-        with self._beside():
+        with self.beside():
             self._mix(weights.attention_mix, mix)
         indexed = weights.indexer is not None
         k.rms_norm(
@@ -170,19 +170,20 @@ class DecodeStep:
             b.attended.view(1, -1), *weights.wo_a, b.grouped,
             groups=config.o_groups, round_trip=True,
         )  # fmt: skip
-        self._join()
+        self.join()
         k.fp8_matvec_to_streams(
             b.grouped, *weights.wo_b, b.streams, mix.post, mix.comb, mix.pre, b.collapsed
         )
 
     def route(self, layer: int) -> None:
-        """The experts' input, `routed` and `weights`, and beside them the shared expert."""
+        """The experts' input, `routed` and `weights`; and beside them, until `join`, the shared
+        expert."""
         b, k, config = self.buffers, self._k, self.config
         weights = self.arguments.layers[layer]
         k.rms_norm(
             b.collapsed, weights.ffn_norm, b.x, b.rounded, b.x_limbs, eps=config.rms_norm_eps
         )
-        with self._beside():
+        with self.beside():
             self._shared_expert(weights)
             self._mix(weights.ffn_mix, b.mixes[1])
         experts, shares = config.n_routed_experts, b.gate_logits.shape[0]
@@ -198,15 +199,17 @@ class DecodeStep:
                 logits[:, :, experts:], weights.predicting.weights.bias, b.predicted, b.margins,
                 top_k=config.num_experts_per_tok,
             )  # fmt: skip
-        self._join()
 
-    def experts(self, layer: int) -> None:
-        """The picks whose addresses are in `table`, with the shared expert, into the streams."""
+    def experts(self, layer: int, *, joined: bool) -> None:
+        """The picks whose addresses are in `table`, with the shared expert, into the streams.
+        `joined` says that `join` has been called since `route`."""
         b, k, mix = self.buffers, self._k, self.buffers.mixes[1]
         limit = self.config.swiglu_limit
         k.experts_gate_up(b.x_limbs, b.table, b.weights, b.inner, limit=limit)
         k.quantize(b.inner, None, b.inner_limbs)
         k.experts_down(b.inner_limbs, b.table, b.outputs)
+        if not joined:
+            self.join()
         k.post(b.outputs, b.shared, b.streams, mix.post, mix.comb, mix.pre, b.collapsed)
 
     def head(self) -> None:
@@ -295,8 +298,8 @@ class DecodeStep:
         self._k.fp8_matvec(b.shared_inner, *weights.shared_down, b.shared)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Launch on a second stream what the critical path does not wait for until `_join`."""
+    def beside(self) -> Iterator[None]:
+        """Launch on a second stream what the critical path does not wait for until `join`."""
         if self._side is None:
             yield
             return
@@ -304,7 +307,8 @@ class DecodeStep:
         with torch.cuda.stream(self._side):
             yield
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Let what is launched next wait for all that was launched `beside`."""
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 

@@ -63,7 +63,9 @@ class TokenDecoder:
         predictions = len(self.step.buffers.predicted)
         self._mailbox = Mailbox(self._layers, self._picks, predictions, device)
         self._slots = torch.zeros_like(tier.table, device=device)
-        self._ask = kernels_for(device).ask
+        self._kernels = kernels_for(device)
+        # One object for good: a captured graph serves the launch that it was captured from.
+        self._whole = self._launch
         self._warm = False
         self.waits = self.repeated = 0
         self.waited_s = 0.0
@@ -92,7 +94,7 @@ class TokenDecoder:
         for layer in self.step.config.engram_layer_ids:
             self._eager.fetch_rows(layer, ticket)
         self._tier.make_room()
-        if not self._runner.start(self._launch):
+        if not self._runner.start(self._whole):
             return self._eager.run(token, state, ticket)
         try:
             with self._tracer.span("token's graph"):
@@ -117,19 +119,22 @@ class TokenDecoder:
             step.attention(layer)
             step.route(layer)
             self._look_up(layer)
-            step.experts(layer)
+            step.experts(layer, joined=False)
         step.head()
 
     def _look_up(self, layer: int) -> None:
-        b, mailbox = self.step.buffers, self._mailbox
-        self._ask(
-            b.routed, b.tag, b.given_up, self._slots[layer], self._tier.first_slot,
-            mailbox.records[layer], mailbox.status, mailbox.answer, b.table,
+        b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._slots[layer]
+        # A kernel ends once the host has what it wrote, which nobody need wait for.
+        with self.step.beside():
+            k.tell(b.routed, b.tag, slots, mailbox.records[layer], layer=layer, picks=self._picks)
+        k.ask(
+            b.ids.view(-1), b.tag, b.given_up, slots, self._tier.first_slot, mailbox.status,
+            mailbox.answer, b.table,
             layer=layer, slot_bytes=self._tier.slot_bytes, looks=self._looks,
         )  # fmt: skip
 
     def _warm_up(self) -> None:
-        """Run the one kernel that eager tokens do without, on a token that waits for nothing."""
+        """Run the kernels that eager tokens do without, on a token that waits for nothing."""
         self.step.buffers.given_up.fill_(1)
         self._look_up(0)
         self._warm = True

@@ -1,9 +1,9 @@
 """Where a layer's experts lie, asked from inside a captured graph.
 
-Owns the kernel that stands between a layer's picks and its experts when a whole token is one graph.
-It tells the host what was picked and predicted, through registered host memory, and finds the
-picks' addresses in a table on the device. Only where one of them is not on the device does it wait
-for the host's answer, with a bound; a wait that runs out is the last one of its token.
+Owns the kernels between a layer's picks and its experts when a whole token is one graph. One tells
+the host what was picked and predicted, through registered host memory. The other finds the picks'
+addresses in a table on the device, and only where one of them is not there does it wait for the
+host's answer, with a bound; a wait that runs out is the last one of its token.
 
 Every word of the record and of the answer carries the token's tag and layer in its upper half. So
 none needs to be written or seen before another, and a half that is old is never taken for new.
@@ -41,26 +41,33 @@ def _lower_half(word):
 
 
 @triton.jit
-def _ask(
-    routed, tag, given_up, slots, first_slot, slot_bytes, record, status, answer, table, layer,
-    looks, said, PICKS: tl.constexpr, PADDED: tl.constexpr, WORDS: tl.constexpr,
+def _tell(
+    routed, tag, slots, record, layer, said, PICKS: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
     release_next()
     wait_for_previous()
     stamp = (tl.load(tag) + layer) << 32
     word = tl.arange(0, WORDS)
     value = tl.load(routed + word, mask=word < said, other=0)
-    slot = tl.load(slots + value, mask=word < PICKS, other=0)
-    absent = slot < 0
+    absent = tl.load(slots + value, mask=word < PICKS, other=0) < 0
     half = _lower_half(value.to(tl.int64)) | (absent.to(tl.int64) << 31)
     _post(record + word, half | stamp)
 
+
+@triton.jit
+def _ask(
+    ids, tag, given_up, slots, first_slot, slot_bytes, status, answer, table, layer, looks,
+    PICKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    release_next()
+    wait_for_previous()
     pick, part = tl.arange(0, PADDED)[:, None], tl.arange(0, 8)[None, :]
-    inside = (pick < PICKS) & (part < 6)
-    lies = tl.load(slots + tl.load(routed + pick, mask=pick < PICKS, other=0))
+    lies = tl.load(slots + tl.load(ids + pick, mask=pick < PICKS, other=0))
     tensor = tl.load(first_slot + part, mask=part < 6, other=0)
+    stamp = (tl.load(tag) + layer) << 32
     address = tensor + tl.maximum(lies, 0).to(tl.int64) * slot_bytes
-    if tl.max(absent.to(tl.int32), axis=0) > 0:
+    absent = ((lies < 0) & (pick < PICKS)).to(tl.int32)
+    if tl.max(tl.max(absent, axis=1), axis=0) > 0:
         # After a wait that ran out the rest of the token is for nothing, and waits no more.
         left = tl.where(tl.load(given_up) == 0, looks, 0)
         low = tl.full((PADDED, 8), 0, tl.int64)
@@ -81,16 +88,37 @@ def _ask(
         else:
             tl.store(given_up, 1)
             _post(status + tl.arange(0, 1), stamp + tl.full((1,), 1, tl.int64))
-    tl.store(table + pick * 6 + part, address, mask=inside)
+    tl.store(table + pick * 6 + part, address, mask=(pick < PICKS) & (part < 6))
+
+
+def tell(
+    routed: torch.Tensor,
+    tag: torch.Tensor,
+    slots: torch.Tensor,
+    record: torch.Tensor,
+    *,
+    layer: int,
+    picks: int,
+) -> None:
+    """Tell the host what `layer` has routed.
+
+    `routed` int32 [k + 2 p]: k = `picks`, prediction, margins' bits. `tag` int64 [1] of the token.
+    `slots` int32 [E]: the layer's experts' slots, below 0 where one has none. To the host: `record`
+    int64 [W], W a power of two, words `(tag + layer) << 32 | value`, in a pick's bit 31 whether it
+    is absent.
+    """
+    _tell[(1,)](
+        routed, tag, slots, record, layer, len(routed), PICKS=picks, WORDS=len(record),
+        num_warps=1, **PDL,
+    )  # fmt: skip
 
 
 def ask(
-    routed: torch.Tensor,
+    ids: torch.Tensor,
     tag: torch.Tensor,
     given_up: torch.Tensor,
     slots: torch.Tensor,
     first_slot: torch.Tensor,
-    record: torch.Tensor,
     status: torch.Tensor,
     answer: torch.Tensor,
     table: torch.Tensor,
@@ -99,21 +127,18 @@ def ask(
     slot_bytes: int,
     looks: int,
 ) -> None:
-    """Tell the host about `layer`'s `routed`, and put the picks' addresses into `table`.
+    """Put the addresses of `layer`'s picks into `table`, waiting for the host where one is absent.
 
-    `routed` int32 [k + 2 p]: picks, prediction, margins' bits. `tag` and `given_up` int64 [1] of
-    the token. `slots` int32 [E]: the layer's experts' slots, below 0 where one has none;
-    `first_slot` int64 [6]: where the tensors of slot 0 lie, others `slot_bytes` apart each. To the
-    host: `record` int64 [W], W a power of two, words `(tag + layer) << 32 | value`, in a pick's
-    bit 31 whether it is absent; `status` int64 [1], only where the wait ran out after `looks` looks
-    or the host gave up. From the host, on the device: `answer` int64 [k, 8, 2], of each pick six
+    `ids` int32 [k]; `tag` and `slots` as `tell` has them; `first_slot` int64 [6]: where the tensors
+    of slot 0 lie, others `slot_bytes` apart each. `given_up` int64 [1] becomes 1, and `status`
+    int64 [1] on the host `(tag + layer) << 32 | 1`, where the wait ran out after `looks` looks or
+    the host gave up. From the host, on the device: `answer` int64 [k, 8, 2], of each pick six
     addresses, lower and upper halves of 32 bits in words of the record's form; 1 in the first
     pick's seventh place, 0 where the host gives up. `table` int64 [k, 6]; valid but of other
     experts after a wait that ran out.
     """
     picks = len(table)
     _ask[(1,)](
-        routed, tag, given_up, slots, first_slot, slot_bytes, record, status, answer, table,
-        layer, looks, len(routed), PICKS=picks, PADDED=triton.next_power_of_2(picks),
-        WORDS=len(record), num_warps=1, **PDL,
+        ids, tag, given_up, slots, first_slot, slot_bytes, status, answer, table, layer, looks,
+        PICKS=picks, PADDED=triton.next_power_of_2(picks), num_warps=1, **PDL,
     )  # fmt: skip

@@ -7,13 +7,27 @@ import torch
 LOWER = 0xFFFFFFFF
 
 
-def ask(
+def tell(
     routed: torch.Tensor,
+    tag: torch.Tensor,
+    slots: torch.Tensor,
+    record: torch.Tensor,
+    *,
+    layer: int,
+    picks: int,
+) -> None:
+    values = torch.zeros(len(record), dtype=torch.int64)
+    values[: len(routed)] = routed.long() & LOWER
+    values[:picks] |= (slots[routed[:picks].long()] < 0).long() << 31
+    record.copy_(values | (int(tag) + layer) << 32)
+
+
+def ask(
+    ids: torch.Tensor,
     tag: torch.Tensor,
     given_up: torch.Tensor,
     slots: torch.Tensor,
     first_slot: torch.Tensor,
-    record: torch.Tensor,
     status: torch.Tensor,
     answer: torch.Tensor,
     table: torch.Tensor,
@@ -23,12 +37,7 @@ def ask(
     looks: int,
 ) -> None:
     stamp = (int(tag) + layer) << 32
-    picks = routed[: len(table)].long()
-    lies = slots[picks]
-    values = torch.zeros(len(record), dtype=torch.int64)
-    values[: len(routed)] = routed.long() & LOWER
-    values[: len(picks)] |= (lies < 0).long() << 31
-    record.copy_(values | stamp)
+    lies = slots[ids.long()]
     table.copy_(first_slot + lies.clamp(min=0).long()[:, None] * slot_bytes)
     if not (lies < 0).any():
         return

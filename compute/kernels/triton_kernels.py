@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compute.kernels.ask import ask
+from compute.kernels.ask import ask, tell
 from compute.kernels.attention import attend
 from compute.kernels.begin import begin_token
 from compute.kernels.compressor import compress_step, index_key_step
@@ -44,4 +44,5 @@ __all__ = [
     "quantize",
     "rms_norm",
     "route",
+    "tell",
 ]

@@ -46,11 +46,14 @@ def answer(go_on: int = 1, *, stamp: int = STAMP) -> tuple[torch.Tensor, torch.T
 def both(looks: int = 3, **given: Any) -> dict[str, torch.Tensor]:
     """What the kernel wrote, which is what its reference wrote."""
     results = []
-    for kernel in (ask.ask, reference_ask.ask):
+    for kernels in (ask, reference_ask):
         said = arguments() | {name: value.clone() for name, value in given.items()}
-        if kernel is reference_ask.ask:
+        if kernels is reference_ask:
             said = {name: tensor.cpu() for name, tensor in said.items()}
-        kernel(**said, layer=LAYER, slot_bytes=SLOT_BYTES, looks=looks)
+        told = {name: said[name] for name in ("routed", "tag", "slots", "record")}
+        kernels.tell(**told, layer=LAYER, picks=PICKS)
+        rest = {name: said[name] for name in said if name not in ("routed", "record")}
+        kernels.ask(said["routed"][:PICKS], **rest, layer=LAYER, slot_bytes=SLOT_BYTES, looks=looks)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         results.append({name: tensor.cpu() for name, tensor in said.items()})
