@@ -107,6 +107,10 @@ class ArenaExperts:
             for expert, word in zip(experts, words, strict=True)
         ]
 
+    def resident(self, layer: int, experts: Sequence[int]) -> bool:
+        """Whether `hold` would find all of them now, and ask nobody."""
+        return ABSENT not in self.look_up(layer, experts)
+
     def read_until(self, event: torch.cuda.Event) -> None:
         """The device reads what is held now until `event`, which has been recorded."""
         self._views.read_until(event)

@@ -48,6 +48,10 @@ class HoldingSource(ExpertSource, Protocol):
         StallError as `fetch` does."""
         ...
 
+    def resident(self, layer: int, experts: Sequence[int]) -> bool:
+        """Whether `hold` would find all of them now, and ask nobody."""
+        ...
+
     def read_until(self, event: torch.cuda.Event) -> None:
         """The device reads slots held now until `event`, which has been recorded."""
         ...
@@ -148,6 +152,11 @@ class DeviceExperts:
         """As `place`, for a token that is running and waits at `layer`: addresses to be read once
         what `behind_copies` enqueues next is done."""
         return self._bring(layer, experts, running=True)
+
+    def near(self, layer: int, experts: Sequence[int]) -> bool:
+        """Whether `bring` would find all of them here or in the arena now, and ask nobody."""
+        missing = [expert for expert in experts if (layer, expert) not in self._slot_of]
+        return self._arena.resident(layer, missing)
 
     def behind_copies(self) -> AbstractContextManager[object]:
         """What is enqueued inside is done after all copies up to now."""

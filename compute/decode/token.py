@@ -147,17 +147,20 @@ class TokenDecoder:
                 return
             self._tier.passed()
             picks: list[int] = record.routed[: self._picks].tolist()
-            if record.waits:
-                self._answer(layer, picks, record)
-            else:
+            if not record.waits:
                 self._tier.placed(layer, picks)
+            elif self._tier.near(layer, picks):
+                self._answer(layer, picks)
+            else:
+                # Who is asked for what is missing shall know the prediction before we wait for him.
                 self._eager.hint(layer, picks, record.routed)
+                self._answer(layer, picks)
+                continue
+            self._eager.hint(layer, picks, record.routed)
 
-    def _answer(self, layer: int, picks: list[int], record: Record) -> None:
+    def _answer(self, layer: int, picks: list[int]) -> None:
         addresses = None
         try:
-            # Who is asked for what is missing shall know the prediction before we wait for him.
-            self._eager.hint(layer, picks, record.routed)
             with self._tracer.span("place experts", layer=layer):
                 addresses = self._tier.bring(layer, picks)
         finally:

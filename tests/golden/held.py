@@ -35,5 +35,8 @@ class HeldExperts:
         self.asked += 1
         return [self._memory[layer, expert] for expert in experts]
 
+    def resident(self, layer: int, experts: Sequence[int]) -> bool:
+        return True
+
     def read_until(self, event: torch.cuda.Event) -> None:
         """Nothing is ever rewritten."""

@@ -15,7 +15,7 @@ from compute.decode.graphs import Eager, Graphs, OneGraph, TokenRunner
 from compute.decode.oracle import Oracle, TokenOracle
 from compute.decode.step import DecodeStep
 from compute.decode.token import LOOKS, TokenDecoder
-from compute.device_experts import DeviceExperts
+from compute.device_experts import DeviceExperts, HoldingSource
 from compute.sequence import SequenceState
 from compute.slot_views import HeldExpert
 from protocol import counters
@@ -25,6 +25,7 @@ from tests.golden.decoding import PREDICTIONS, mini_decoder, mini_step
 from tests.golden.harness import Mini, config
 from tests.golden.held import HeldExperts
 from tests.golden.test_decode import assert_same_state, request, tokens_of
+from tests.ipc.compute_side import ExpertRig
 
 PICKS = config().num_experts_per_tok
 EVERY = config().num_hidden_layers * config().n_routed_experts
@@ -73,7 +74,7 @@ class Rig:
         self,
         slots: int,
         *,
-        held: HeldExperts | None = None,
+        held: HoldingSource | None = None,
         in_place: bool = False,
         looks: int = LOOKS,
         name: str = "mini_len016",
@@ -176,6 +177,20 @@ def test_a_failed_read_leaves_the_device_waiting_or_the_next_token_wrong() -> No
     rig.mini.engram.open.clear()
     rig.state.restore(snapshot)
     assert torch.equal(rig.logits(5), wanted[1:])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the arena here is not registered with a GPU")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_slot_of_the_arena_is_rewritten_under_a_running_token(in_place: bool) -> None:
+    """A service in its own process evicts all the time; every slot is verified when let go."""
+    wanted, _ = eagerly("mini_len016", 5)
+    with ExpertRig(4 * PICKS, restless=0.3) as arena:
+        rig = Rig(2 * PICKS, held=arena.experts, in_place=in_place)
+        assert torch.equal(rig.logits(5), wanted)
+        assert rig.token.repeated == 0
+        hints = arena.messages("Hint")
+        assert len(hints) >= 4 * config().num_hidden_layers
+        assert arena.messages("Demand")
 
 
 def test_every_layer_is_hinted_with_its_picks_and_what_it_predicts() -> None:
