@@ -36,6 +36,7 @@ from launch.contents import (
 from launch.foreground import console
 from launch.memory import dense_bytes, in_flight_slots, minimum_slots
 from launch.options import format_size
+from launch.ranges import PATH
 from protocol.config import ModelConfig
 from protocol.shards import Shards, TensorEntry
 from protocol.tensor_table import kind_of
@@ -115,14 +116,10 @@ def _hash_warnings(config: ModelConfig, token_map: TokenMap) -> list[str]:
 
 
 @click.command("check")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option("--deep", is_flag=True, help="Also read every scale and look for NaN.")
-@click.option(
-    "--record", type=click.Path(path_type=Path), help="Write a digest of every tensor to this file."
-)
-@click.option(
-    "--verify", type=click.Path(path_type=Path), help="Compare every tensor with such a file."
-)
+@click.option("--record", type=PATH, help="Write a digest of every tensor to this file.")
+@click.option("--verify", type=PATH, help="Compare every tensor with such a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def check_command(
     directory: Path, deep: bool, record: Path | None, verify: Path | None, as_json: bool

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.errors import UsageError
 from protocol.lifecycle import LAST_WORDS
-from protocol.wire import Message
+from protocol.wire import MalformedMessage, Message
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,7 +78,10 @@ def spawn_child(
     the one that says why it ends.
     """
     # Before there is a process: one without its spec would only wait for its end.
-    frame = spec.encode()
+    try:
+        frame = spec.encode()
+    except MalformedMessage as error:
+        raise UsageError(f"{name} cannot be started with these options: {error}") from None
     receiving, sending = os.pipe()
     environment = {**os.environ, **(env or {})}
     # The child must run this code, also where it is used from a clone and not installed.

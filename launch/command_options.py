@@ -12,6 +12,7 @@ import click
 
 from expert_io.policies import POLICIES
 from launch.options import GroupOptions, format_size, parse_cache, parse_size
+from launch.ranges import PATH
 from launch.warm_options import parse_experts
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
@@ -88,7 +89,7 @@ _OPTIONS = (
     _option("--direct/--buffered", key="direct", help="Read with O_DIRECT where it works."),
     click.option(
         "--pack",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Read experts from this copy that headrace pack made.",
     ),
     _option("--threads", key="threads", type=int, help="torch threads on the CPU; 0: its own."),
@@ -117,12 +118,12 @@ _OPTIONS = (
     ),
     click.option(
         "--runtime-dir",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Where the sockets' private directory goes.  [default: $XDG_RUNTIME_DIR or /tmp]",
     ),
     click.option(
         "--route-trace",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Record routes and predictions here, for headrace simulate and headrace fit.",
     ),
     _option(
@@ -179,10 +180,10 @@ def with_group_options(function: Callable[..., Any]) -> Callable[..., Any]:
     def collect(directory: Path, cache: str | None, **arguments: Any) -> Any:
         names = {field.name for field in fields(GroupOptions)}
         chosen = {name: arguments.pop(name) for name in list(arguments) if name in names}
-        cache_bytes, cache_share = parse_cache(cache) if cache else (None, None)
+        cache_bytes, cache_share = (None, None) if cache is None else parse_cache(cache)
         group = GroupOptions(directory, cache_bytes=cache_bytes, cache_share=cache_share, **chosen)
         return function(group=group, **arguments)
 
     for option in reversed(_OPTIONS):
         collect = option(collect)
-    return click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))(collect)
+    return click.argument("directory", metavar="DIR", type=PATH)(collect)

@@ -15,7 +15,7 @@ from launch.foreground import console, run_foreground, running_group
 from launch.group import ProcessGroup
 from launch.options import GenerateOptions, GroupOptions
 from launch.prompt import chat_prompt, check_prompt, raw_prompt
-from launch.ranges import COUNT, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
+from launch.ranges import COUNT, MIN_P, PATH, SEED, TEMPERATURE, TOP_K, TOP_P
 from launch.summary import run_figures, run_table
 from launch.warm_options import with_warm_options
 from protocol.config import ModelConfig
@@ -27,7 +27,7 @@ from protocol.messages import Finished, PrefillProgress, TokenEvent
 @with_group_options
 @with_warm_options(warm=False)
 @click.option("--prompt", help="The prompt.  [default: standard input]")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with the prompt.")
+@click.option("--prompt-file", type=PATH, help="A file with the prompt.")
 @click.option("--prompt-ids", help="The prompt as token ids, separated by commas; taken as is.")
 @click.option("--chat/--raw", default=True, help="Ask as a user, or continue the text as it is.")
 @click.option(
@@ -63,8 +63,8 @@ from protocol.messages import Finished, PrefillProgress, TokenEvent
 )
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given repeatedly.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a trace for ui.perfetto.dev.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
+@click.option("--trace", type=PATH, help="Write a trace for ui.perfetto.dev.")
+@click.option("--json", "json_file", type=PATH, help="Write the figures.")
 def generate_command(
     group: GroupOptions,
     prompt: str | None,

@@ -92,12 +92,15 @@ class GroupOptions:
             ("stall_timeout", 0.001, 3e7),
             ("order_timeout", 0.001, 3e7),
             ("silence_timeout", 0.1, 3e7),
+            ("slots", 0, 1 << 40),
+            ("cache_bytes", 0, 1 << 60),
+            ("device_cache", 0, 1 << 60),
             ("disk_bandwidth", 0, 1e15),
             ("disk_latency", 0, 3600),
         ):
             value = getattr(self, name)
             # Written so that it is false for a value that is no number at all.
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 option = _SPELLINGS.get(name, name.replace("_", "-"))
                 bound = f"at most {most:g}" if value > most else f"at least {least}"
                 raise UsageError(f"--{option} is {value}, expected {bound}")

@@ -1,15 +1,24 @@
-"""Ranges of numbers on the command line, so that a wrong one is refused before the start."""
+"""What the command line takes, so that anything else is refused by its name before the start."""
 
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import click
 
+from launch.options import GIB, parse_size
+from protocol.errors import UsageError
+
 COUNT = click.IntRange(1, 1 << 40)
 TOP_K = click.IntRange(0, 1 << 31)
 SEED = click.IntRange(-(1 << 63), (1 << 63) - 1)
+READERS = click.IntRange(1, 256)
+THREADS = click.IntRange(1, 1024)
+# Repetitions of a measurement.
+ROUNDS = click.IntRange(1, 1_000_000)
 
 
 class _Finite(click.FloatRange):
@@ -24,6 +33,40 @@ class _Finite(click.FloatRange):
         return number
 
 
+class _NamedPath(click.Path):
+    """An empty name, which a script's unset variable gives, would be the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if value == "":
+            self.fail("the name is empty.", param, ctx)
+        return Path(os.fsdecode(super().convert(value, param, ctx)))
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # older releases are not generic
+    """Bytes, written as `launch.options.parse_size` reads them, from `least` to `most`."""
+
+    name = "size"
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = least
+        self._most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            count = parse_size(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        if not self._least <= count <= self._most:
+            self.fail(f"{value} is not from {self._least} to {self._most} bytes.", param, ctx)
+        return count
+
+
+PATH = _NamedPath(path_type=Path)
+PIECE = Size(4096, GIB)
 TEMPERATURE = _Finite(min=0.0)
 TOP_P = _Finite(0.0, 1.0, min_open=True)
 MIN_P = _Finite(0.0, 1.0)
+SHARE = _Finite(0.0, 1.0)
+SECONDS = _Finite(0.0, 3600.0)
+MILLISECONDS = _Finite(0.0, 3.6e6)
+MICROSECONDS = _Finite(0.0, 3.6e9)

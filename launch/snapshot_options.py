@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from launch.options import GIB, parse_size
+from launch.ranges import PATH
 
 
 def default_snapshot_dir() -> Path:
@@ -30,7 +31,7 @@ def with_snapshot_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
     return click.option(
         "--snapshot-dir",
-        type=click.Path(path_type=Path),
+        type=PATH,
         default=default_snapshot_dir,
         show_default="~/.cache/headrace/states",
         help="Where they are kept.",

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from launch.ranges import PATH
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
 
@@ -29,7 +30,9 @@ def with_warm_options(*, warm: bool) -> Callable[[Callable[..., Any]], Callable[
         default=default_warm_dir if warm else COLD,
         show_default="~/.local/state/headrace/warm" if warm else COLD,
         metavar="DIR",
-        callback=lambda context, parameter, value: None if value == COLD else Path(value),
+        callback=lambda context, parameter, value: (
+            None if value == COLD else PATH(value, parameter, context)
+        ),
         help=f"Where the hot experts' names are kept for the next start; {COLD}: start cold.",
     )
 

@@ -7,6 +7,7 @@ consistent. It knows nothing of tensors: `protocol.tensor_table` derives them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,7 @@ _ARITHMETIC = {
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; raises CheckpointError where there is none."""
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise CheckpointError(f"{path.parent}: no such directory; give a checkpoint's directory")
     require_file(path)
     try:

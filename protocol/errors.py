@@ -84,6 +84,9 @@ def refused_by_machine(error: BaseException) -> ResourceError | None:
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         place = getattr(error, "filename", None) or "the output"
         return ResourceError(f"{place}: cannot be written ({os.strerror(code)}); make room for it")
+    if code == errno.ENAMETOOLONG:
+        place = getattr(error, "filename", None) or "a file"
+        return ResourceError(f"{place!s:.60}…: the name is too long for a file; give a shorter one")
     if code == errno.EAGAIN or "can't start new thread" in str(error):
         return ResourceError(
             "no further process or thread can be started; raise the limit (ulimit -u, pids.max)"

@@ -17,11 +17,12 @@ from launch.doctor.machine import Machine, look
 from launch.doctor.measure import DiskSpeed, MemorySpeed, measure_disk, measure_memory
 from launch.foreground import console as progress
 from launch.options import format_size
+from launch.ranges import PATH
 from protocol.config import ModelConfig
 
 
 @click.command("doctor")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="For a script.")
 def doctor_command(directory: Path, as_json: bool) -> None:
     """What this machine has, what the checkpoint in DIR needs, and what follows.

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from launch.ranges import PATH
 from protocol.config import ModelConfig
 from protocol.identity import PREDICTOR_NAME, checkpoint_identity
 from protocol.shards import Shards
@@ -17,16 +18,18 @@ from protocol.shards import Shards
 if TYPE_CHECKING:
     from launch.fit.learning import Result
 
-_PATH = click.Path(path_type=Path)
+RANK = click.IntRange(1, 65_536)
 
 
 @click.command("fit")
-@click.argument("directory", metavar="DIR", type=_PATH)
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=_PATH)
-@click.option("--test", "tests", multiple=True, type=_PATH, help="A trace to measure on only.")
-@click.option("--rank", default=32, show_default=True, help="Rank of what is added to a gate.")
+@click.argument("directory", metavar="DIR", type=PATH)
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=PATH)
+@click.option("--test", "tests", multiple=True, type=PATH, help="A trace to measure on only.")
+@click.option(
+    "--rank", type=RANK, default=32, show_default=True, help="Rank of what is added to a gate."
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--out", type=_PATH, help=f"File to write.  [default: {PREDICTOR_NAME} in DIR]")
+@click.option("--out", type=PATH, help=f"File to write.  [default: {PREDICTOR_NAME} in DIR]")
 @click.option("--dry-run", is_flag=True, help="Only measure; keep nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def fit_command(

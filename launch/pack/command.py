@@ -11,6 +11,7 @@ from expert_io.packed import WRITTEN, PackHeader, read_table
 from launch.foreground import byte_progress, console
 from launch.options import format_size
 from launch.pack.writer import verify_layer, write_pack
+from launch.ranges import PATH
 from protocol.config import ModelConfig
 from protocol.errors import CheckpointError
 from protocol.identity import checkpoint_identity
@@ -18,8 +19,8 @@ from protocol.shards import Shards
 
 
 @click.command("pack")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
+@click.argument("output", metavar="OUT", type=PATH)
 @click.option("--verify", is_flag=True, help="Only compare OUT with its checksums.")
 def pack_command(directory: Path, output: Path, verify: bool) -> None:
     """Copy the experts of the checkpoint in DIR to OUT, aligned for reading.

@@ -14,7 +14,17 @@ from rich.console import Console
 
 from expert_io.policies import POLICIES
 from expert_io.slices import SliceMap
-from launch.options import GIB, parse_cache, parse_size
+from launch.options import GIB, parse_cache
+from launch.ranges import (
+    COUNT,
+    MICROSECONDS,
+    MILLISECONDS,
+    PATH,
+    PIECE,
+    READERS,
+    SECONDS,
+    Size,
+)
 from launch.simulate.account import BELADY, Run, simulate
 from launch.simulate.disk import DiskModel
 from launch.simulate.passes import OFF, Foretold, Times
@@ -27,12 +37,15 @@ from protocol.identity import checkpoint_identity
 from protocol.route_trace import RouteTrace
 from protocol.shards import Shards
 
+IN_FLIGHT = click.IntRange(0, 1024)
+RESERVE = click.IntRange(1, 1 << 20)
+STEPS = click.IntRange(0, 1 << 40)
 # To the service, to a reader, and back.
 MESSAGES_OF_A_MISS = 4
 
 
 @click.command("simulate")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=Path)
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--cache",
     "caches",
@@ -45,7 +58,7 @@ MESSAGES_OF_A_MISS = 4
     "--bandwidth",
     "bandwidths",
     multiple=True,
-    metavar="SIZE",
+    type=Size(1, 10**15),
     help="The disk's bytes a second, such as 3GB.  [repeatable; default: 3GB]",
 )
 @click.option(
@@ -66,36 +79,58 @@ MESSAGES_OF_A_MISS = 4
     help="A predictor of the trace such as gate.moe.1, several joined by +, oracle, oracle:1 "
     "(only one layer ahead), or off.  [repeatable]",
 )
-@click.option("--latency", default=100e-6, show_default=True, help="Seconds before a read's bytes.")
+@click.option(
+    "--latency",
+    type=SECONDS,
+    default=100e-6,
+    show_default=True,
+    help="Seconds before a read's bytes.",
+)
 @click.option(
     "--concurrency",
+    type=READERS,
     default=1,
     show_default=True,
     help="Reads at once that get all of the bandwidth; as many as readers for an emulated disk.",
 )
-@click.option("--bench", type=Path, help="Bandwidth from this output of `bench io --json`.")
-@click.option("--layer-ms", type=float, help="A layer's computing time.  [default: as recorded]")
-@click.option("--expert-size", help="Bytes of an expert.  [default: as recorded]")
-@click.option("--checkpoint", type=Path, help="Take its experts' ranges of bytes as they lie.")
-@click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
-@click.option("--readers", default=4, show_default=True, help="Reader processes.")
-@click.option("--in-flight", default=2, show_default=True, help="Predicted experts read at once.")
-@click.option("--reserve", type=int, help="Slots kept free.  [default: top-k]")
+@click.option("--bench", type=PATH, help="Bandwidth from this output of `bench io --json`.")
+@click.option(
+    "--layer-ms", type=MILLISECONDS, help="A layer's computing time.  [default: as recorded]"
+)
+@click.option(
+    "--expert-size", type=Size(1, 1 << 40), help="Bytes of an expert.  [default: as recorded]"
+)
+@click.option("--checkpoint", type=PATH, help="Take its experts' ranges of bytes as they lie.")
+@click.option(
+    "--piece", type=PIECE, default="4MiB", show_default=True, help="Most bytes of one read."
+)
+@click.option("--readers", type=READERS, default=4, show_default=True, help="Reader processes.")
+@click.option(
+    "--in-flight",
+    type=IN_FLIGHT,
+    default=2,
+    show_default=True,
+    help="Predicted experts read at once.",
+)
+@click.option("--reserve", type=RESERVE, help="Slots kept free.  [default: top-k]")
 @click.option(
     "--miss-us",
+    type=MICROSECONDS,
     default=1500.0,
     show_default=True,
     help="What a miss takes beyond its reads, as `headrace bench ipc` measures it.",
 )
-@click.option("--warm", default=64, show_default=True, help="First steps that no figure counts.")
-@click.option("--steps", type=int, help="Most steps of each trace.  [default: all]")
+@click.option(
+    "--warm", type=STEPS, default=64, show_default=True, help="First steps that no figure counts."
+)
+@click.option("--steps", type=COUNT, help="Most steps of each trace.  [default: all]")
 @click.option("--eager", is_flag=True, help="Read every guess as published, whatever it costs.")
-@click.option("--plot", type=Path, help="Draw waiting by cache and bandwidth into this PNG.")
+@click.option("--plot", type=PATH, help="Draw waiting by cache and bandwidth into this PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def simulate_command(
     traces: tuple[Path, ...],
     caches: tuple[str, ...],
-    bandwidths: tuple[str, ...],
+    bandwidths: tuple[int, ...],
     policies: tuple[str, ...],
     predictors: tuple[str, ...],
     bench: Path | None,
@@ -122,7 +157,7 @@ def simulate_command(
         _check_alike(opened[0], trace)
         foretold.check(trace)
     disks = [_bench_bandwidth(bench)] if bench is not None else []
-    disks += [float(parse_size(text)) for text in bandwidths] or ([] if disks else [3e9])
+    disks += [float(bandwidth) for bandwidth in bandwidths] or ([] if disks else [3e9])
     names = sorted(POLICIES) if "all" in policies else []
     names += [name for name in dict.fromkeys(policies) if name != "all" and name not in names]
     times = Times(None if layer_ms is None else layer_ms / 1e3)
@@ -182,9 +217,9 @@ def _machine(
     *,
     latency: float,
     concurrency: int,
-    expert_size: str | None,
+    expert_size: int | None,
     checkpoint: Path | None,
-    piece: str,
+    piece: int,
     readers: int,
     in_flight: int,
     reserve: int | None,
@@ -196,10 +231,10 @@ def _machine(
             raise UsageError(f"{trace.path}: was not recorded with the checkpoint in {checkpoint}")
         config = ModelConfig.load(checkpoint)
         shards = Shards.open(checkpoint, config)
-        slices = SliceMap.build(config, shards, parse_size(piece))
+        slices = SliceMap.build(config, shards, piece)
     else:
-        nbytes = parse_size(expert_size) if expert_size else header.expert_bytes
-        slices = plain_slices(header.layers, header.experts, nbytes, parse_size(piece))
+        nbytes = expert_size or header.expert_bytes
+        slices = plain_slices(header.layers, header.experts, nbytes, piece)
     return Machine(
         slots=0,
         readers=readers,
@@ -221,6 +256,8 @@ def _slots(cache: str, machine: Machine) -> int:
         if share is None:
             raise UsageError(f"--cache {cache}: expected a number of slots or a share such as 25%")
         slots = int(share * every)
+    if slots > 4 * every:
+        raise UsageError(f"--cache {cache} is {slots} slots for {every} experts; 100% holds all")
     least = 2 * machine.reserve + machine.predicted_in_flight + 2
     if slots < least:
         raise UsageError(f"--cache {cache} is {slots} slots; a layer needs {least}")

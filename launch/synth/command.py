@@ -12,6 +12,7 @@ import click
 from engram_io.token_map import TokenMap
 from launch.foreground import byte_progress, console
 from launch.options import format_size
+from launch.ranges import PATH
 from launch.synth.geometry import PRESETS, config_json, text_config
 from launch.synth.tokenizer import IMAGE, make_tokenizer
 from launch.synth.weights import RandomWeights
@@ -23,8 +24,13 @@ from protocol.errors import CheckpointError, ResourceError, UsageError
 SLACK_BYTES = 64 << 20
 
 
+# What a checkpoint could have of anything.
+SIZE = click.IntRange(0, 1 << 32)
+SYNTH_SEED = click.IntRange(0, (1 << 63) - 1)
+
+
 @click.command("synth")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option(
     "--preset",
     type=click.Choice(sorted(PRESETS)),
@@ -33,12 +39,18 @@ SLACK_BYTES = 64 << 20
     help="mini: seconds and megabytes; wide: the released widths, few layers and experts; "
     "released: all of it.",
 )
-@click.option("--layers", type=int, help="Number of layers.")
-@click.option("--experts", type=int, help="Routed experts in each layer.")
-@click.option("--vocab", type=int, help="Size of the vocabulary.")
-@click.option("--engram-rows", type=int, help="Rows of each engram table, about.")
+@click.option("--layers", type=SIZE, help="Number of layers.")
+@click.option("--experts", type=SIZE, help="Routed experts in each layer.")
+@click.option("--vocab", type=SIZE, help="Size of the vocabulary.")
+@click.option("--engram-rows", type=SIZE, help="Rows of each engram table, about.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Any text_config key.")
-@click.option("--seed", default=0, show_default=True, help="The same seed gives the same bytes.")
+@click.option(
+    "--seed",
+    type=SYNTH_SEED,
+    default=0,
+    show_default=True,
+    help="The same seed gives the same bytes.",
+)
 @click.option("--force", is_flag=True, help="Write into a directory that is not empty.")
 def synth_command(
     directory: Path,

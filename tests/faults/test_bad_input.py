@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_named_by_file(
     assert f"{checkpoint / file}: " in refusal.line and said in refusal.line
 
 
-@pytest.mark.parametrize("place", ["nowhere", "checkpoint/config.json"])
+@pytest.mark.parametrize("place", ["nowhere", "checkpoint/config.json", "x" * 5000])
 def test_no_such_directory(tmp_path: Path, checkpoint: Path, place: str) -> None:
     refusal = refuse(tmp_path, tmp_path / place, *PROMPT)
     assert (refusal.code, refusal.started) == (3, False)

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from launch.child import spawn_child
-from protocol.messages import Stop
+from protocol.errors import UsageError
+from protocol.messages import Hello, Stop
 from tests.ipc.running_group import (
     END_S,
     MINI,
@@ -114,6 +115,13 @@ def test_a_child_that_cannot_be_watched_lives_on(monkeypatch: pytest.MonkeyPatch
     before = children_of(os.getpid())
     with pytest.raises(OSError, match="Too many"):
         spawn_child("expert_io.reader", Stop(), (), "reader-0")
+    assert children_of(os.getpid()) == before
+
+
+def test_an_option_that_no_message_carries_is_an_internal_error() -> None:
+    before = children_of(os.getpid())
+    with pytest.raises(UsageError, match=r"^engram cannot be started with these options: "):
+        spawn_child("engram_io.service", Hello("\udcff", 1, 0), (), "engram")
     assert children_of(os.getpid()) == before
 
 

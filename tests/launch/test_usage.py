@@ -25,6 +25,21 @@ from launch import cli
             "bench io DIR more",
             "got unexpected extra argument (more); see headrace bench io --help",
         ),
+        ("check @", "invalid value for 'DIR': the name is empty; see headrace check --help"),
+        ("generate DIR --runtime-dir @", "'--runtime-dir': the name is empty"),
+        ("chat DIR --warm-dir @", "'--warm-dir': the name is empty"),
+        ("serve DIR --cache @", "'' is not a size"),
+        ("serve DIR --slots -1", "--slots is -1, expected at least 0"),
+        ("generate DIR --device-cache 9999999TiB", "--device-cache is 1"),
+        ("bench io DIR --readers 0", "0 is not in the range 1<=x<=256"),
+        ("bench io DIR --piece 0", "0 is not from 4096 to 1073741824 bytes"),
+        ("bench group DIR --threads 0", "0 is not in the range 1<=x<=1024"),
+        ("bench decode DIR --missing nan", "nan is not a finite number"),
+        ("simulate X --latency inf", "inf is not in the range 0.0<=x<=3600.0"),
+        ("simulate X --bandwidth 0", "0 is not from 1 to"),
+        ("synth DIR --seed -1", "-1 is not in the range"),
+        ("synth DIR --vocab 9999999999999999999999", "is not in the range"),
+        ("fit DIR X --rank 0", "0 is not in the range"),
         ("serve DIR --pin maybe", "'maybe' is not one of 'auto', 'on', 'off'; see headrace serve"),
     ],
 )
@@ -34,7 +49,9 @@ def test_a_slip_is_answered_by_more_than_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["headrace", *arguments.split()])
+    # An empty word is written @ here.
+    words = ["" if word == "@" else word for word in arguments.split()]
+    monkeypatch.setattr(sys, "argv", ["headrace", *words])
     assert cli._run() == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
