@@ -14,18 +14,22 @@ from typing import Any, TypeVar
 import click
 
 from launch.foreground import ended_by_signals
-from launch.options import parse_size
+from launch.ranges import PATH, PIECE, READERS, ROUNDS, SHARE, THREADS, Size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-of_checkpoint = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+of_checkpoint = click.argument("directory", metavar="DIR", type=PATH)
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print figures as JSON.")
 
 
 def rounds_option(default: int) -> Callable[[Command], Command]:
     """`--rounds`, of which each benchmark needs its own number to be steady."""
     return click.option(
-        "--rounds", default=default, show_default=True, help="Rounds; medians are over them."
+        "--rounds",
+        default=default,
+        type=ROUNDS,
+        show_default=True,
+        help="Rounds; medians are over them.",
     )
 
 
@@ -35,20 +39,29 @@ def _say(figures: dict[str, Any], as_json: bool, sentence: str) -> None:
 
 @click.command("io")
 @of_checkpoint
-@click.option("--readers", default=4, show_default=True, help="Reader processes, and preadv loops.")
+@click.option(
+    "--readers",
+    default=4,
+    show_default=True,
+    type=READERS,
+    help="Reader processes, and preadv loops.",
+)
 @rounds_option(7)
 @click.option(
     "--round",
     "round_size",
+    type=Size(1, 1 << 50),
     default="2GiB",
     show_default=True,
     help="Bytes a round; at most half of the experts.",
 )
-@click.option("--piece", default="4MiB", show_default=True, help="Most bytes of one read.")
+@click.option(
+    "--piece", default="4MiB", show_default=True, type=PIECE, help="Most bytes of one read."
+)
 @click.option("--direct/--buffered", default=True, show_default=True, help="Use O_DIRECT.")
 @click.option(
     "--pack",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Compare this packed copy with the shards instead, both through the service.",
 )
 @as_json_option
@@ -56,8 +69,8 @@ def io_command(
     directory: Path,
     readers: int,
     rounds: int,
-    round_size: str,
-    piece: str,
+    round_size: int,
+    piece: int,
     direct: bool,
     pack: Path | None,
     as_json: bool,
@@ -69,7 +82,7 @@ def io_command(
     """
     from launch.bench.io import compare_pack, run
 
-    sizes = (rounds, parse_size(round_size), parse_size(piece), direct)
+    sizes = (rounds, round_size, piece, direct)
     if pack is not None:
         with ended_by_signals():
             figures = compare_pack(directory, pack, readers, *sizes)
@@ -95,9 +108,9 @@ def io_command(
 
 @click.command("ipc")
 @of_checkpoint
-@click.option("--hits", default=20000, show_default=True, help="Looks to time.")
-@click.option("--misses", default=200, show_default=True, help="Misses to time.")
-@click.option("--readers", default=1, show_default=True, help="Reader processes.")
+@click.option("--hits", default=20000, show_default=True, type=ROUNDS, help="Looks to time.")
+@click.option("--misses", default=200, show_default=True, type=ROUNDS, help="Misses to time.")
+@click.option("--readers", default=1, show_default=True, type=READERS, help="Reader processes.")
 @as_json_option
 def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: bool) -> None:
     """What talking costs, over the checkpoint in DIR.
@@ -121,9 +134,11 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
 
 @click.command("group")
 @of_checkpoint
-@click.option("--tokens", default=64, show_default=True, help="Tokens a round.")
+@click.option("--tokens", default=64, show_default=True, type=ROUNDS, help="Tokens a round.")
 @rounds_option(5)
-@click.option("--threads", default=1, show_default=True, help="torch threads on both sides.")
+@click.option(
+    "--threads", default=1, show_default=True, type=THREADS, help="torch threads on both sides."
+)
 @as_json_option
 def group_command(directory: Path, tokens: int, rounds: int, threads: int, as_json: bool) -> None:
     """What the process group costs, over the checkpoint in DIR, on the CPU.
@@ -145,9 +160,9 @@ def group_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
 
 @click.command("trace")
 @of_checkpoint
-@click.option("--tokens", default=64, show_default=True, help="Tokens a round.")
+@click.option("--tokens", default=64, show_default=True, type=ROUNDS, help="Tokens a round.")
 @rounds_option(7)
-@click.option("--threads", default=1, show_default=True, help="torch threads.")
+@click.option("--threads", default=1, show_default=True, type=THREADS, help="torch threads.")
 @as_json_option
 def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_json: bool) -> None:
     """What --trace costs a token, over the checkpoint in DIR, with every expert resident."""
@@ -163,7 +178,7 @@ def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
 
 
 @click.command("decode")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option("--device", default="cuda", show_default=True, help="A torch device.")
 @click.option(
     "--mode",
@@ -173,11 +188,17 @@ def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
     help="Graph modes to time, or oracle to compare their bits.  [default: off, on and token; off "
     "alone on a CPU]",
 )
-@click.option("--tokens", default=64, show_default=True, help="Tokens a figure is the median of.")
 @click.option(
-    "--missing", default=0.1, show_default=True, help="Share of a token's experts that is missing."
+    "--tokens", default=64, show_default=True, type=ROUNDS, help="Tokens a figure is the median of."
 )
-@click.option("--readers", default=4, show_default=True, help="Reader processes.")
+@click.option(
+    "--missing",
+    type=SHARE,
+    default=0.1,
+    show_default=True,
+    help="Share of a token's experts that is missing.",
+)
+@click.option("--readers", default=4, show_default=True, type=READERS, help="Reader processes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def decode_command(
     directory: Path,
