@@ -44,6 +44,7 @@ class Mailbox:
         pinned = device.type == "cuda"
         width = 1 << (self._said - 1).bit_length()
         self.records = torch.zeros(layers, width, dtype=torch.int64, pin_memory=pinned)
+        self._heard = self.records.numpy()
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self.answer = torch.zeros(picks, PARTS, 2, dtype=torch.int64, device=device)
         self._staged = torch.zeros(picks, PARTS, 2, dtype=torch.int64, pin_memory=pinned)
@@ -58,17 +59,18 @@ class Mailbox:
 
     def heard(self, layer: int) -> Record | None:
         """The record of `layer`, once all of it is here."""
-        records, stamp = self.records.numpy(), self.tag + layer
+        stamp = self.tag + layer
         # Most looks end here.
-        if records.item(layer, 0) >> 32 != stamp:
+        if self._heard.item(layer, 0) >> 32 != stamp:
             return None
-        words = records[layer, : self._said].copy()
-        if (words >> 32 != stamp).any():
+        # Python's own integers: so few words are dearer as an array.
+        words = self._heard[layer, : self._said].tolist()
+        if any(word >> 32 != stamp for word in words):
             return None
-        words &= _LOWER
-        absent = words[: self._picks] & _ABSENT
-        words[: self._picks] ^= absent
-        return Record(words.astype(np.uint32).view(np.int32), bool(absent.any()))
+        waits = any(word & _ABSENT for word in words[: self._picks])
+        values = np.array([word & _LOWER for word in words], np.uint32)
+        values[: self._picks] &= _ABSENT - 1
+        return Record(values.view(np.int32), waits)
 
     @property
     def gave_up(self) -> bool:
@@ -82,8 +84,8 @@ class Mailbox:
         if addresses is not None:
             parts[:, : addresses.shape[1]] = addresses
             parts[0, GO_ON] = 1
-        staged = self._staged.numpy()
-        staged[..., 0] = parts & _LOWER
-        staged[..., 1] = parts >> 32
-        staged |= (self.tag + layer) << 32
+        # A word's lower half lies first here: every host of a CUDA device is little-endian.
+        halves = self._staged.numpy().view(np.uint32).reshape(*parts.shape, 2, 2)
+        halves[..., 0] = parts.view(np.uint32).reshape(*parts.shape, 2)
+        halves[..., 1] = self.tag + layer
         self.answer.copy_(self._staged, non_blocking=True)
