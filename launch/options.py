@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from protocol.errors import UsageError
+from protocol.faults import FaultPlan
 from protocol.messages import Generate
 
 GIB = 1 << 30
@@ -108,6 +109,8 @@ class GroupOptions:
             raise UsageError(
                 f"--disk-bandwidth is {self.disk_bandwidth}, expected at least 1, or 0"
             )
+        for faults in (self.reader_faults, self.engram_faults):
+            FaultPlan.parse(faults)
         check_device(self.device)
         if self.route_trace_inputs and self.route_trace is None:
             raise UsageError("--route-trace-inputs needs --route-trace FILE, to go beside it")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import UsageError
 
+MOST_SECONDS = 3600.0
 ACTIONS = ("delay", "eio", "short", "die", "hang")
 
 
@@ -86,6 +87,9 @@ def _parse_one(part: str) -> Fault:
                 raise ValueError
         except ValueError:
             raise UsageError(f"fault {part!r}: {pair!r} is not understood") from None
+    # Written so that it is false for NaN too.
+    if not 0 <= fault.seconds <= MOST_SECONDS:
+        raise UsageError(f"fault {part!r}: seconds must be from 0 to {MOST_SECONDS:.0f}")
     if fault.every < 1:
         raise UsageError(f"fault {part!r}: every must be at least 1")
     return fault
