@@ -63,24 +63,29 @@ class SharedRegion(ABC):
     KIND: ClassVar[int]
     GEOMETRY: ClassVar[tuple[str, ...]]
 
-    def __init__(self, fd: int, geometry: tuple[int, ...], *, create: bool) -> None:
+    def __init__(
+        self, fd: int, geometry: tuple[int, ...], *, create: bool, huge_pages: bool = True
+    ) -> None:
         self.fd = fd
         for name, value in zip(self.GEOMETRY, geometry, strict=True):
             setattr(self, name, value)
         self.nbytes = PAGE + align_up(self.payload_bytes())
         self.huge_bytes = 0
         if create:
-            self._allocate(geometry)
+            self._allocate(geometry, huge_pages)
         self.memory = mmap.mmap(fd, self.nbytes)
         self._carve()
 
     @classmethod
-    def create(cls, **geometry: int) -> Self:
-        """Allocate a region in full. Raises ResourceError where memory does not suffice."""
+    def create(cls, *, huge_pages: bool = True, **geometry: int) -> Self:
+        """Allocate a region in full, in huge pages where the kernel gives them.
+
+        Raises ResourceError where memory does not suffice.
+        """
         values = tuple(geometry[name] for name in cls.GEOMETRY)
         fd = os.memfd_create(f"headrace-{cls.__name__.lower()}", os.MFD_CLOEXEC)
         try:
-            return cls(fd, values, create=True)
+            return cls(fd, values, create=True, huge_pages=huge_pages)
         except BaseException:
             os.close(fd)
             raise
@@ -127,10 +132,11 @@ class SharedRegion(ABC):
             self.memory.close()
         os.close(self.fd)
 
-    def _allocate(self, geometry: tuple[int, ...]) -> None:
+    def _allocate(self, geometry: tuple[int, ...], huge_pages: bool) -> None:
         try:
             os.ftruncate(self.fd, self.nbytes)
-            self.huge_bytes = use_huge_pages(self.fd, self.nbytes)
+            if huge_pages:
+                self.huge_bytes = use_huge_pages(self.fd, self.nbytes)
             # Without this a later touch of a page that memory has no room for is a bus error.
             os.posix_fallocate(self.fd, 0, self.nbytes)
         except OSError as error:

@@ -64,6 +64,7 @@ def _say(figures: dict[str, Any], as_json: bool, sentence: str) -> None:
     type=PATH,
     help="Compare this packed copy with the shards instead, both through the service.",
 )
+@click.option("--small-pages", is_flag=True, help="Read into memory without huge pages, both ways.")
 @as_json_option
 def io_command(
     directory: Path,
@@ -73,6 +74,7 @@ def io_command(
     piece: int,
     direct: bool,
     pack: Path | None,
+    small_pages: bool,
     as_json: bool,
 ) -> None:
     """How fast the experts of the checkpoint in DIR come through the service.
@@ -96,7 +98,7 @@ def io_command(
         )
         return
     with ended_by_signals():
-        figures = run(directory, readers, *sizes)
+        figures = run(directory, readers, *sizes, huge_pages=not small_pages)
     _say(
         figures,
         as_json,

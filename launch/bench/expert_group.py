@@ -56,7 +56,7 @@ class ExpertGroup:
         piece_bytes: int = 4 << 20,
         predicted_in_flight: int = 2,
         order_timeout: float = 20.0,
-        policy: str = "lru-random",
+        policy: str = "adaptive",
         direct: bool = True,
         faults: str = "",
         latency: float = 0.0,
@@ -65,6 +65,7 @@ class ExpertGroup:
         pack: Path | None = None,
         pinned: Sequence[tuple[int, int]] = (),
         warm_dir: Path | None = None,
+        huge_pages: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = ModelConfig.load(checkpoint)
@@ -82,6 +83,7 @@ class ExpertGroup:
         self._pinned = [layer << 16 | expert for layer, expert in pinned]
         self._warm_dir = warm_dir
         self._slots = slots
+        self.huge_pages = huge_pages
         self.children: dict[str, Child] = {}
         self.demands = 0
 
@@ -91,7 +93,9 @@ class ExpertGroup:
             self._runtime = RuntimeDirectory.create()
             undo.callback(self._runtime.remove)
             self.endpoints = self._runtime.endpoints
-            self.arena = Arena.create(slots=self._slots, slot_bytes=self.slices.slot_bytes)
+            self.arena = Arena.create(
+                slots=self._slots, slot_bytes=self.slices.slot_bytes, huge_pages=self.huge_pages
+            )
             undo.callback(self.arena.close)
             self.directory = Directory.create(
                 layers=self.config.num_hidden_layers,

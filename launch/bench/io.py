@@ -26,12 +26,18 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 def run(
-    checkpoint: Path, readers: int, rounds: int, round_bytes: int, piece_bytes: int, direct: bool
+    checkpoint: Path,
+    readers: int,
+    rounds: int,
+    round_bytes: int,
+    piece_bytes: int,
+    direct: bool,
+    huge_pages: bool = True,
 ) -> dict[str, Any]:
     """Medians and worst per cents of both ways, in GiB/s; raises UsageError for too few experts."""
     window = 2 * readers
     slots = _slots(readers)
-    with _group(checkpoint, readers, piece_bytes, direct) as group:
+    with _group(checkpoint, readers, piece_bytes, direct, huge_pages=huge_pages) as group:
         sets = _sets(group, slots, round_bytes)
         pool: list[float] = []
         plain: list[float] = []
@@ -94,7 +100,12 @@ def _slots(readers: int) -> int:
 
 
 def _group(
-    checkpoint: Path, readers: int, piece_bytes: int, direct: bool, pack: Path | None = None
+    checkpoint: Path,
+    readers: int,
+    piece_bytes: int,
+    direct: bool,
+    pack: Path | None = None,
+    huge_pages: bool = True,
 ) -> ExpertGroup:
     return ExpertGroup(
         checkpoint,
@@ -106,6 +117,7 @@ def _group(
         policy="lru",
         direct=direct,
         pack=pack,
+        huge_pages=huge_pages,
     )
 
 
@@ -197,6 +209,7 @@ def _read_plain(group: ExpertGroup, keys: Keys, window: int) -> float:
                 "files": files,
                 "reads": reads[n :: group.readers],
                 "memory": group.arena.data.nbytes // group.readers,
+                "huge_pages": group.huge_pages,
             }
         )
         for n in range(group.readers)

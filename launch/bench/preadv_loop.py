@@ -1,8 +1,8 @@
 """The yardstick for reading: preadv in a loop, nothing else.
 
 Run as `python -m launch.bench.preadv_loop`. Takes one JSON line on standard input, `{"direct":
-bool, "files": [...], "reads": [[file, offset, length], ...], "memory": bytes}`, answers `ready`,
-waits for a line, reads everything, and prints the seconds it took.
+bool, "files": [...], "reads": [[file, offset, length], ...], "memory": bytes, "huge_pages": bool}`,
+answers `ready`, waits for a line, reads everything, and prints the seconds it took.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ def main() -> None:
     descriptors = [os.open(path, flags) for path in work["files"]]
     # A reader's share of the arena: a small buffer would stay in the processor's cache.
     private = mmap.mmap(-1, work["memory"], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The arena's, too, are huge pages where the kernel gives them.
     with contextlib.suppress(OSError):
-        private.madvise(mmap.MADV_HUGEPAGE)
+        private.madvise(mmap.MADV_HUGEPAGE if work["huge_pages"] else mmap.MADV_NOHUGEPAGE)
     memory = memoryview(private)
     # Touched once, so that no page fault falls into the measured time.
     memory[:] = bytes(len(memory))

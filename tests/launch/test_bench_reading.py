@@ -26,8 +26,8 @@ def test_bench_io_reads_the_same_bytes_both_ways() -> None:
 
 
 def test_bench_io_refuses_a_checkpoint_that_fits_the_cache() -> None:
-    with pytest.raises(UsageError, match=r"two rounds of .* do not fit; give a smaller --round"):
-        io.run(MINI, readers=1, rounds=1, round_bytes=1 << 30, piece_bytes=4096, direct=True)
+    with pytest.raises(UsageError, match=r"two rounds of .* do not fit; give fewer --readers"):
+        io.run(MINI, readers=32, rounds=1, round_bytes=1 << 30, piece_bytes=4096, direct=True)
 
 
 def test_bench_ipc_times_hits_without_and_misses_with_messages() -> None:
