@@ -37,8 +37,9 @@ def run(
     """Medians and worst per cents of both ways, in GiB/s; raises UsageError for too few experts."""
     window = 2 * readers
     slots = _slots(readers)
-    with _group(checkpoint, readers, piece_bytes, direct, huge_pages=huge_pages) as group:
-        sets = _sets(group, slots, round_bytes)
+    group = _group(checkpoint, readers, piece_bytes, direct, huge_pages=huge_pages)
+    sets = _sets(group, slots, round_bytes)
+    with group:
         pool: list[float] = []
         plain: list[float] = []
         for number in range(rounds + 1):
