@@ -8,6 +8,7 @@ at once is a segment: a token has one more than the model has layers.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -22,8 +23,33 @@ from compute.sources import EngramSource, NullTracer, PlacedExperts, Tracer
 Words = npt.NDArray[np.int32]
 
 
-class Decoder:
-    """Runs single tokens of any sequence of the model; one token at a time.
+class SingleTokens(ABC):
+    """Runs single tokens of any sequence of the model over `experts`; one token at a time."""
+
+    def __init__(self, experts: PlacedExperts) -> None:
+        self._experts = experts
+
+    @torch.inference_mode()
+    def forward(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        """fp32 logits [V] after `token` at position state.length, which is counted.
+
+        Raises ReadError and StallError from the sources; the state is then unusable.
+        """
+        try:
+            logits = self.run(token, state, ticket)
+        except BaseException:
+            self._experts.release()
+            raise
+        state.advance()
+        return logits
+
+    @abstractmethod
+    def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
+        """As `forward`, without counting the token: the same token may be run again."""
+
+
+class Decoder(SingleTokens):
+    """Launches segment by segment and waits for the picks in between.
 
     `waits` counts how often the host waited for the device, `waited_s` how long in all.
     """
@@ -37,9 +63,9 @@ class Decoder:
         *,
         tracer: Tracer | None = None,
     ) -> None:
+        super().__init__(experts)
         self.step = step
         self._runner = runner
-        self._experts = experts
         self._engram = engram
         self._tracer: Tracer = tracer or NullTracer()
         config, buffers = step.config, step.buffers
@@ -56,27 +82,12 @@ class Decoder:
         self.waited_s = 0.0
         self._segments = [self._segment(layer) for layer in range(self._layers + 1)]
 
-    @torch.inference_mode()
-    def forward(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
-        """fp32 logits [V] after `token` at position state.length, which is counted.
-
-        Raises ReadError and StallError from the sources; the state is then unusable.
-        """
-        try:
-            logits = self.run(token, state, ticket)
-        except BaseException:
-            self._experts.release()
-            raise
-        state.advance()
-        return logits
-
     def begin(self, token: int, state: SequenceState, tag: int = 0) -> None:
         """What the device is told of the token, in `inputs`."""
         self.step.bind(state)
         self.inputs.numpy()[:] = token, state.length, tag, 0
 
     def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
-        """As `forward`, without counting the token: the same token may be run again."""
         # Asked for once: it is what a layer's wait for its picks would begin with.
         self._stream = torch.cuda.current_stream() if self._pinned else None
         self.begin(token, state)

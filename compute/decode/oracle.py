@@ -8,7 +8,8 @@ that was generated this way is the graphs' text.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -18,9 +19,27 @@ from compute.decode.step import DecodeStep
 from compute.decode.token import TokenDecoder
 from compute.sequence import SequenceState
 
+R = TypeVar("R")
 MOST_REPORTS = 20
 # Buffers in which the host, or the device for it, says what is another thing each way.
 _SAID_BY_THE_HOST = ("inputs", "tag", "given_up", "table")
+
+
+class Differences:
+    """Counts tensors that differed and says the first few on stderr."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, names: Sequence[str], where: str, graph: str) -> None:
+        """`names` differed at `where` between eager launches and `graph`."""
+        for name in names:
+            self.count += 1
+            if self.count <= MOST_REPORTS:
+                print(
+                    f"oracle: {where}: {name} differs between eager launches and {graph}",
+                    file=sys.stderr,
+                )
 
 
 class Oracle:
@@ -31,31 +50,22 @@ class Oracle:
         self._step = step
         self._graphs = graphs
         self._eager = Eager()
-        self.differences = 0
+        self._found = Differences()
         self.compared = 0
 
-    def run(self, segment: int, launch: Launch) -> None:
-        tensors = self._step.written()
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._eager.run(segment, launch)
-        wanted = {name: tensor.clone() for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            tensor.copy_(before[name])
-        self._graphs.run(segment, launch)
-        self._compare(segment, tensors, wanted)
+    @property
+    def differences(self) -> int:
+        return self._found.count
 
-    def _compare(
-        self, segment: int, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
-    ) -> None:
+    def run(self, segment: int, launch: Launch) -> None:
+        _, names = both_ways(
+            self._step.written(),
+            lambda: self._eager.run(segment, launch),
+            lambda: self._graphs.run(segment, launch),
+        )
         self.compared += 1
-        for name in differing(found, wanted):
-            self.differences += 1
-            if self.differences <= MOST_REPORTS:
-                print(
-                    f"oracle: layer {segment}, position {self._step.state.length}: {name} differs "
-                    f"between eager launches and the graph",
-                    file=sys.stderr,
-                )
+        where = f"layer {segment}, position {self._step.state.length}"
+        self._found.add(names, where, "the graph")
 
 
 class TokenOracle:
@@ -69,12 +79,12 @@ class TokenOracle:
         self._token = token
         self._segments = segments
         self._oracle = oracle
-        self._own = 0
+        self._found = Differences()
         self.compared = 0
 
     @property
     def differences(self) -> int:
-        return self._own + self._oracle.differences
+        return self._found.count + self._oracle.differences
 
     @torch.inference_mode()
     def forward(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
@@ -82,22 +92,29 @@ class TokenOracle:
         step = self._token.step
         step.bind(state)
         tensors = {n: t for n, t in step.written().items() if not n.startswith(_SAID_BY_THE_HOST)}
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._token.run(token, state, ticket)
-        found = {name: tensor.clone() for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            tensor.copy_(before[name])
-        logits = self._segments.forward(token, state, ticket)
+        logits, names = both_ways(
+            tensors,
+            lambda: self._token.run(token, state, ticket),
+            lambda: self._segments.forward(token, state, ticket),
+        )
         self.compared += 1
-        for name in differing(found, tensors):
-            self._own += 1
-            if self._own <= MOST_REPORTS:
-                print(
-                    f"oracle: position {state.length - 1}: {name} differs between eager launches "
-                    "and the graph of the whole token",
-                    file=sys.stderr,
-                )
+        where = f"position {state.length - 1}"
+        self._found.add(names, where, "the graph of the whole token")
         return logits
+
+
+def both_ways(
+    tensors: Mapping[str, torch.Tensor], first: Callable[[], object], second: Callable[[], R]
+) -> tuple[R, list[str]]:
+    """Run `first` and, from the same state of `tensors`, `second`, whose outcome stays: what
+    `second` returned, and the names of the tensors that differ."""
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    first()
+    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        tensor.copy_(before[name])
+    returned = second()
+    return returned, list(differing(found, tensors))
 
 
 def differing(

@@ -18,7 +18,7 @@ import sys
 import torch
 
 from compute.bounded_wait import BoundedWait
-from compute.decode.decoder import Decoder
+from compute.decode.decoder import Decoder, SingleTokens
 from compute.decode.graphs import TokenRunner
 from compute.decode.mailbox import Mailbox, Record
 from compute.device_experts import DeviceExperts
@@ -36,7 +36,7 @@ HOST_LOOKS = 500
 SILENCE_S = 30.0
 
 
-class TokenDecoder:
+class TokenDecoder(SingleTokens):
     """Runs single tokens as `eager` does, over the same `DecodeStep` and the experts of `tier`.
 
     `waits` and `waited_s` count the host's waits for the device, `repeated` the tokens that were
@@ -52,6 +52,7 @@ class TokenDecoder:
         looks: int = LOOKS,
         tracer: Tracer | None = None,
     ) -> None:
+        super().__init__(tier)
         self.step = eager.step
         self._eager = eager
         self._tier = tier
@@ -70,22 +71,7 @@ class TokenDecoder:
         self.waits = self.repeated = 0
         self.waited_s = 0.0
 
-    @torch.inference_mode()
-    def forward(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
-        """fp32 logits [V] after `token` at position state.length, which is counted.
-
-        Raises ReadError and StallError from the sources; the state is then unusable.
-        """
-        try:
-            logits = self.run(token, state, ticket)
-        except BaseException:
-            self._tier.release()
-            raise
-        state.advance()
-        return logits
-
     def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
-        """As `forward`, without counting the token: the same token may be run again."""
         if not self._warm:
             logits = self._eager.run(token, state, ticket)
             self._warm_up()
@@ -147,16 +133,16 @@ class TokenDecoder:
                 return
             self._tier.passed()
             picks: list[int] = record.routed[: self._picks].tolist()
-            if not record.waits:
-                self._tier.placed(layer, picks)
-            elif self._tier.near(layer, picks):
+            asks = record.waits and not self._tier.near(layer, picks)
+            # Who is asked for what is missing shall know the prediction before we wait for him.
+            if asks:
+                self._eager.hint(layer, picks, record.routed)
+            if record.waits:
                 self._answer(layer, picks)
             else:
-                # Who is asked for what is missing shall know the prediction before we wait for him.
+                self._tier.placed(layer, picks)
+            if not asks:
                 self._eager.hint(layer, picks, record.routed)
-                self._answer(layer, picks)
-                continue
-            self._eager.hint(layer, picks, record.routed)
 
     def _answer(self, layer: int, picks: list[int]) -> None:
         addresses = None
