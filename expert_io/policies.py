@@ -22,6 +22,8 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "adaptive": Adaptive,
 }
 
+DEFAULT_POLICY = "adaptive"
+
 
 def make_policy(name: str, seed: int) -> EvictionPolicy:
     """The policy called `name`; raises UsageError naming those there are."""

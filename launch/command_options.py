@@ -14,6 +14,7 @@ from expert_io.policies import POLICIES
 from launch.options import GroupOptions, format_size, parse_cache, parse_size
 from launch.ranges import PATH
 from launch.warm_options import parse_experts
+from protocol.specs import GRAPHS
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
 
@@ -74,7 +75,7 @@ _OPTIONS = (
     _option(
         "--graphs",
         key="graphs",
-        type=click.Choice(["off", "on", "token", "oracle"]),
+        type=click.Choice(GRAPHS),
         help="How a GPU launches decode steps: one by one, captured a layer at a time, captured as "
         "one, or all ways and compared.",
     ),

@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from expert_io.policies import DEFAULT_POLICY
 from protocol.errors import UsageError
 from protocol.faults import FaultPlan
 from protocol.messages import Generate
+from protocol.specs import GRAPHS
 
 GIB = 1 << 30
 # Options that are not written like the field they set.
@@ -47,7 +49,7 @@ class GroupOptions:
     pack: Path | None = None
     pinned: tuple[tuple[int, int], ...] = ()
     warm_dir: Path | None = None
-    policy: str = "adaptive"
+    policy: str = DEFAULT_POLICY
     predict: int = 6
     predict_ahead: int = 1
     predicted_in_flight: int = 2
@@ -116,8 +118,8 @@ class GroupOptions:
             raise UsageError("--route-trace-inputs needs --route-trace FILE, to go beside it")
         if self.pin not in ("auto", "on", "off"):
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
-        if self.graphs not in ("off", "on", "token", "oracle"):
-            raise UsageError(f"--graphs is {self.graphs!r}, expected off, on, token or oracle")
+        if self.graphs not in GRAPHS:
+            raise UsageError(f"--graphs is {self.graphs!r}, expected {', '.join(GRAPHS)}")
 
 
 def check_device(name: str) -> None:

@@ -84,6 +84,10 @@ class EngramServiceSpec(Message):
     trace: str
 
 
+# How a GPU launches decode steps; `compute.decode.assembly` has what each means.
+GRAPHS = ("off", "on", "token", "oracle")
+
+
 @message(103)
 @dataclass(frozen=True, slots=True)
 class ComputeSpec(Message):

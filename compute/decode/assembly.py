@@ -21,10 +21,10 @@ from compute.weights import ModelWeights
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
 from protocol.layouts import Arena
+from protocol.specs import GRAPHS
 
 #: Anything that runs single tokens.
 AnyDecoder = Decoder | TokenDecoder | TokenOracle
-GRAPHS = ("off", "on", "token", "oracle")
 # Device memory left for a prefill's intermediate results, and for others' use of the device.
 RESERVE_BYTES = 4 << 30
 RESERVE_SHARE = 0.05

@@ -15,6 +15,7 @@ import click
 
 from launch.foreground import ended_by_signals
 from launch.ranges import PATH, PIECE, READERS, ROUNDS, SHARE, THREADS, Size
+from protocol.specs import GRAPHS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -186,7 +187,7 @@ def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
     "--mode",
     "modes",
     multiple=True,
-    type=click.Choice(["off", "on", "token", "oracle"]),
+    type=click.Choice(GRAPHS),
     help="Graph modes to time, or oracle to compare their bits.  [default: off, on and token; off "
     "alone on a CPU]",
 )

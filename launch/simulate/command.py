@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from expert_io.policies import POLICIES
+from expert_io.policies import DEFAULT_POLICY, POLICIES
 from expert_io.slices import SliceMap
 from launch.options import GIB, parse_cache
 from launch.ranges import (
@@ -66,7 +66,7 @@ MESSAGES_OF_A_MISS = 4
     "policies",
     multiple=True,
     type=click.Choice([*sorted(POLICIES), BELADY, "all"]),
-    default=["adaptive"],
+    default=[DEFAULT_POLICY],
     show_default=True,
     help="Which expert gives up its slot; belady knows the future.  [repeatable]",
 )
