@@ -10,6 +10,7 @@ Promises: contents stay, nothing is left mapped, and what the kernel refuses sta
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -48,6 +49,15 @@ def use_huge_pages(fd: int, size: int) -> int:
         return whole
     finally:
         libc.munmap(reserved, room)
+
+
+def private_memory(size: int, *, huge: bool = True) -> mmap.mmap:
+    """`size` bytes of this process's own, in huge pages where the kernel gives them, or in none."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel built without them refuses either.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    return memory
 
 
 def _touch(fd: int, start: int, size: int) -> None:

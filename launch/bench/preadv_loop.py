@@ -7,12 +7,12 @@ answers `ready`, waits for a line, reads everything, and prints the seconds it t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import sys
 import time
+
+from protocol.huge_pages import private_memory
 
 
 def main() -> None:
@@ -21,10 +21,7 @@ def main() -> None:
     flags = os.O_RDONLY | (os.O_DIRECT if work["direct"] else 0)
     descriptors = [os.open(path, flags) for path in work["files"]]
     # A reader's share of the arena: a small buffer would stay in the processor's cache.
-    private = mmap.mmap(-1, work["memory"], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        private.madvise(mmap.MADV_HUGEPAGE if work["huge_pages"] else mmap.MADV_NOHUGEPAGE)
-    memory = memoryview(private)
+    memory = memoryview(private_memory(work["memory"], huge=work["huge_pages"]))
     # Touched once, so that no page fault falls into the measured time.
     memory[:] = bytes(len(memory))
     print("ready", flush=True)

@@ -6,7 +6,6 @@ make them, and single blocks, as engram rows are read.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import random
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expert_io.disk import takes_direct
-from protocol.huge_pages import HUGE_PAGE
+from protocol.huge_pages import private_memory
 
 BLOCK = 4096
 SECONDS = 1.0
@@ -72,15 +71,6 @@ def measure_disk(files: Sequence[Path], read_bytes: int, seconds: float = SECOND
     return DiskSpeed(direct, by_readers, rows, _cached(large[0], length))
 
 
-def _memory(length: int) -> mmap.mmap:
-    """What a reader reads into: huge pages where the kernel gives them, as the arena has."""
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if length > HUGE_PAGE:
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
 def _rate(
     threads: int, descriptors: Sequence[tuple[int, int]], length: int, seconds: float
 ) -> float:
@@ -89,7 +79,8 @@ def _rate(
 
     def loop(seed: int) -> float:
         draw = random.Random(seed)
-        memory = _memory(length)
+        # As the arena has it.
+        memory = private_memory(length)
         reads = 0.0
         while time.perf_counter() < deadline:
             descriptor, size = draw.choice(descriptors)
