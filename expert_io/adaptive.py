@@ -51,16 +51,14 @@ class Adaptive:
     def __init__(self, seed: int = 0) -> None:
         self._rates = UseRates()
         self._policies = self._ways()
-        self._tried = tuple(map(_Tried, self._ways()))
-        self._here: set[Key] = set()
+        self._tried = tuple(_Tried(policy) for policy in self._ways())
         self._slots = 1
         self._untried: list[Key] = []
 
     def inserted(self, key: Key) -> None:
         for policy in self._policies:
             policy.inserted(key)
-        self._here.add(key)
-        self._slots = max(self._slots, len(self._here))
+        self._slots = max(self._slots, len(self._policies[0]))
 
     def used(self, key: Key) -> None:
         for policy in self._policies:
@@ -72,14 +70,13 @@ class Adaptive:
     def removed(self, key: Key) -> None:
         for policy in self._policies:
             policy.removed(key)
-        self._here.discard(key)
 
     def victim(self, protected: Container[Key]) -> Key | None:
         self._try()
         best = min(range(len(self._tried)), key=lambda number: self._tried[number].misses)
         return self._policies[best].victim(protected)
 
-    def _ways(self) -> tuple[EvictionPolicy, ...]:
+    def _ways(self) -> tuple[LeastExpected, LeastRecentlyUsed, NewcomersFirst]:
         """The first of those that do equally well is followed."""
         return LeastExpected(self._rates), LeastRecentlyUsed(), NewcomersFirst(self._rates)
 
