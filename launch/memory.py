@@ -115,10 +115,9 @@ def available_memory() -> int:
 
 
 def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
+    kibibytes = _count(Path("/proc/meminfo"), f"{key}:")
+    if kibibytes is not None:
+        return kibibytes * 1024
     raise ResourceError(f"/proc/meminfo has no {key}; Headrace needs Linux 3.14 or later")
 
 
@@ -177,7 +176,7 @@ def _number(path: Path) -> int | None:
 
 
 def _count(path: Path, key: str) -> int | None:
-    """The value in the line `KEY VALUE` of `path`; None where there is no such line."""
+    """The number in the line `KEY NUMBER …` of `path`; None where there is no such line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
