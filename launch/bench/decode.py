@@ -32,7 +32,7 @@ from compute.sequence import SequenceState
 from compute.slot_views import slot_views
 from compute.weights import ModelWeights
 from engram_io.local import LocalEngramSource
-from launch.bench.expert_group import ExpertGroup
+from launch.bench.expert_group import ExpertGroup, every_expert
 from launch.bench.group import TensorRows
 from launch.foreground import console
 from protocol import counters
@@ -95,6 +95,11 @@ class DecodeBench:
         self._state = SequenceState(self.config, device, capacity)
         self._empty = self._state.snapshot()
         self._spare = 2 * self.config.num_hidden_layers
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there are launches and kernels to look at."""
+        return self._device.type == "cuda"
 
     @property
     def every(self) -> int:
@@ -176,11 +181,7 @@ class DecodeBench:
         state.restore(self._empty)
         chance = random.Random(1)
         history: list[int] = []
-        every = [
-            (layer, expert)
-            for layer in range(config.num_hidden_layers)
-            for expert in range(config.n_routed_experts)
-        ]
+        every = every_expert(config)
         for at in range(count):
             token = chance.randrange(3, config.vocab_size)
             reach = config.engram_max_ngram_size - 1
@@ -219,7 +220,7 @@ class DecodeBench:
         return launches, rows
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize()
 
 
@@ -265,7 +266,7 @@ def run(
     picked = config.num_hidden_layers * config.num_experts_per_tok * per_expert
     figures["bytes_per_token"] = bench.arguments.bytes_a_token + picked
     figures["hbm_gb_s"] = figures["floor_ms"] = None
-    if device.type == "cuda":
+    if bench.on_gpu:
         from compute.kernels.bandwidth import read_bandwidth
 
         figures["hbm_gb_s"] = read_bandwidth(device)
@@ -284,7 +285,7 @@ def resident_figures(
     timed = bench.tokens(decoder, tier, tokens)
     figures: dict[str, Any] = {"resident_ms": timed["ms"], "host_ms": timed["host_ms"]}
     figures |= {"syncs": timed["syncs"], "launches": None}
-    if torch.cuda.is_available():
+    if bench.on_gpu:
         figures["launches"], figures["kernels"] = bench.profile(decoder, tier)
     before = tier.counts[counters.DEVICE_COPIES]
     figures["from_arena_ms"] = bench.tokens(decoder, tier, tokens, share)["ms"]

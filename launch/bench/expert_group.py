@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 import zmq
 
 from expert_io.packed import expert_slices
+from expert_io.policies import DEFAULT_POLICY
 from launch.child import Child, spawn_child
 from launch.runtime_directory import RuntimeDirectory
 from protocol.config import ModelConfig
@@ -43,6 +44,15 @@ TIMEOUT_S = 30.0
 M = TypeVar("M", bound=Message)
 
 
+def every_expert(config: ModelConfig) -> list[tuple[int, int]]:
+    """(layer, expert) of every routed expert, layer after layer."""
+    return [
+        (layer, expert)
+        for layer in range(config.num_hidden_layers)
+        for expert in range(config.n_routed_experts)
+    ]
+
+
 class ExpertGroup:
     """Use as a context manager; on entry service and readers are ready for demands."""
 
@@ -56,7 +66,7 @@ class ExpertGroup:
         piece_bytes: int = 4 << 20,
         predicted_in_flight: int = 2,
         order_timeout: float = 20.0,
-        policy: str = "adaptive",
+        policy: str = DEFAULT_POLICY,
         direct: bool = True,
         faults: str = "",
         latency: float = 0.0,

@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from launch.bench.expert_group import ExpertGroup
+from launch.bench.expert_group import ExpertGroup, every_expert
 from launch.child import ROOT
 from launch.foreground import console
 from launch.options import GIB
@@ -145,12 +145,7 @@ def _sets(group: ExpertGroup, slots: int, round_bytes: int) -> list[Keys]:
 
     At most half of the experts each: there have to be two, or a round would find the other's.
     """
-    config = group.config
-    keys = [
-        (layer, expert)
-        for layer in range(config.num_hidden_layers)
-        for expert in range(config.n_routed_experts)
-    ]
+    keys = every_expert(group.config)
     if len(keys) < 2 * slots:
         raise UsageError(
             f"{group.checkpoint}: has {len(keys)} experts, two rounds of {slots} do not fit; "

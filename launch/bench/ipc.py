@@ -21,7 +21,7 @@ from compute.arena_experts import ArenaExperts
 from compute.progress import ProgressPage
 from compute.slot_views import slot_views
 from launch.bench.echo import round_trips
-from launch.bench.expert_group import ExpertGroup
+from launch.bench.expert_group import ExpertGroup, every_expert
 from launch.bench.io import batched_by_layer
 from protocol import counters
 from protocol.layouts import ABSENT
@@ -74,11 +74,7 @@ def _time_hits(group: ExpertGroup, picks: list[int], count: int) -> list[float]:
 
 def _absent_keys(group: ExpertGroup, count: int) -> list[tuple[int, int]]:
     """Experts in an order in which none is resident when its turn comes."""
-    every = [
-        (layer, expert)
-        for layer in range(group.config.num_hidden_layers)
-        for expert in range(group.config.n_routed_experts)
-    ]
+    every = every_expert(group.config)
     return [every[(n * 7919 + 40) % len(every)] for n in range(count)]
 
 
@@ -103,9 +99,4 @@ def _time_miss(group: ExpertGroup, layer: int, expert: int) -> tuple[float, floa
 
 def _others(group: ExpertGroup, layer: int, expert: int) -> list[tuple[int, int]]:
     """Experts whose reading pushes this one out."""
-    return [
-        (other, e)
-        for other in range(group.config.num_hidden_layers)
-        for e in range(group.config.n_routed_experts)
-        if (other, e) != (layer, expert)
-    ]
+    return [key for key in every_expert(group.config) if key != (layer, expert)]
