@@ -11,25 +11,13 @@ import torch
 
 from compute.sequence import SequenceState
 from compute.sources import Addresses
-from tests.golden.cases import CASE_NAMES, DEVICE, case
-from tests.golden.decoding import PREDICTIONS, mini_decoder
-from tests.golden.harness import Mini, TableEngram, config, experts, relative
+from tests.golden.cases import CASE_NAMES, DEVICE
+from tests.golden.decoding import PREDICTIONS, mini_decoder, request, tokens_of
+from tests.golden.harness import Mini, config, experts, relative
 
 CPU_ONLY = pytest.mark.skipif(DEVICE.type != "cpu", reason="bits are compared on one device")
 # Both ways are within this of the reference; it is what their roundings may make of each other.
 DRIFT = 0.12
-
-
-def tokens_of(name: str) -> tuple[list[int], int]:
-    """Prompt and decode tokens, and the prompt's length."""
-    golden = case(name)
-    tokens = torch.cat((golden["prompt_ids"], golden["decode.input_ids"])).tolist()
-    return tokens, len(golden["prompt_ids"])
-
-
-def request(engram: TableEngram, tokens: list[int], at: int) -> int:
-    reach = config().engram_max_ngram_size - 1
-    return engram.request(at, tokens[at : at + 1], tokens[max(at - reach, 0) : at])
 
 
 def both_ways(

@@ -13,10 +13,10 @@ from compute.decode.oracle import TokenOracle
 from compute.device_experts import DeviceExperts
 from compute.sequence import SequenceState
 from tests.golden.cases import CASE_NAMES, DEVICE, case
-from tests.golden.decoding import mini_decoder, mini_step
+from tests.golden.decoding import decode, mini_decoder, mini_step, request, tokens_of
 from tests.golden.harness import Mini, config, relative
 from tests.golden.held import HeldExperts
-from tests.golden.test_decode import DRIFT, request, tokens_of
+from tests.golden.test_decode import DRIFT
 from tests.golden.test_end_to_end import assert_same_choice
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs need a GPU")
@@ -32,12 +32,8 @@ def decoded(name: str, *, graphs: bool, capacity: int) -> tuple[torch.Tensor, in
         decoder = mini_decoder(mini.engram, step=decoder.step, runner=runner)
     state = SequenceState(config(), DEVICE, capacity)
     mini.run(tokens, state, 0, length, every=False)
-    rows = []
-    for at in range(length, len(tokens)):
-        ticket = request(mini.engram, tokens, at)
-        rows.append(decoder.forward(tokens[at], state, ticket))
-        mini.engram.done(ticket)
-    return torch.stack(rows), runner.captures
+    rows = decode(decoder, mini.engram, tokens, state, len(tokens) - length)
+    return rows, runner.captures
 
 
 @pytest.mark.parametrize("name", ["mini_len001", "mini_len016", "mini_len100"])
@@ -67,14 +63,10 @@ def test_another_decoder_over_the_same_graphs_has_its_own_inputs() -> None:
         state = SequenceState(config(), DEVICE, 100)
         mini.run(tokens, state, 0, length, every=False)
         decoder = mini_decoder(mini.engram, step=step, runner=runner)
-        rows = []
-        for at in range(length, length + 8):
-            if shared and at == length + 4:
-                decoder = mini_decoder(mini.engram, step=step, runner=runner)
-            ticket = request(mini.engram, tokens, at)
-            rows.append(decoder.forward(tokens[at], state, ticket))
-            mini.engram.done(ticket)
-        answers.append(torch.stack(rows))
+        first = decode(decoder, mini.engram, tokens, state, 4)
+        if shared:
+            decoder = mini_decoder(mini.engram, step=step, runner=runner)
+        answers.append(torch.cat([first, decode(decoder, mini.engram, tokens, state, 4)]))
     assert torch.equal(*answers)
 
 
@@ -88,16 +80,12 @@ def test_a_golden_case_drifts_in_one_graph_mode(name: str, mode: str) -> None:
     decoder = decoder_over(step, tier, mini.engram, graphs=mode)
     state = SequenceState(config(), DEVICE, 200)
     mini.run(tokens, state, 0, length, every=False)
-    rows = []
-    for at in range(length, len(tokens)):
-        ticket = request(mini.engram, tokens, at)
-        rows.append(decoder.forward(tokens[at], state, ticket))
-        mini.engram.done(ticket)
-    got, want = torch.stack(rows), case(name)["decode.logits"]
+    got = decode(decoder, mini.engram, tokens, state, len(tokens) - length)
+    want = case(name)["decode.logits"]
     assert relative(got, want) <= DRIFT
     assert_same_choice(got, want)
     if isinstance(decoder, TokenOracle):
-        assert decoder.compared == len(rows) and decoder.differences == 0
+        assert decoder.compared == len(got) and decoder.differences == 0
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -110,12 +98,8 @@ def test_the_oracle_finds_a_differing_bit_in_200_steps(in_place: bool) -> None:
     assert isinstance(oracle, TokenOracle)
     state = SequenceState(config(), DEVICE, 256)
     chance = random.Random(7)
-    tokens: list[int] = []
-    for at in range(200):
-        tokens.append(chance.randrange(3, 500))
-        ticket = request(mini.engram, tokens, at)
-        assert oracle.forward(tokens[at], state, ticket).isfinite().all()
-        mini.engram.done(ticket)
+    tokens = [chance.randrange(3, 500) for _ in range(200)]
+    assert decode(oracle, mini.engram, tokens, state, 200).isfinite().all()
     assert oracle.compared == 200
     assert oracle.differences == 0
 

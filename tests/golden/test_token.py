@@ -21,10 +21,17 @@ from compute.slot_views import HeldExpert
 from protocol import counters
 from protocol.errors import ReadError
 from tests.golden.cases import DEVICE
-from tests.golden.decoding import PREDICTIONS, mini_decoder, mini_step
+from tests.golden.decoding import (
+    PREDICTIONS,
+    decode,
+    mini_decoder,
+    mini_step,
+    request,
+    tokens_of,
+)
 from tests.golden.harness import Mini, config
 from tests.golden.held import HeldExperts
-from tests.golden.test_decode import assert_same_state, request, tokens_of
+from tests.golden.test_decode import assert_same_state
 from tests.ipc.compute_side import ExpertRig
 
 PICKS = config().num_experts_per_tok
@@ -93,12 +100,7 @@ class Rig:
 
     def logits(self, steps: int) -> torch.Tensor:
         """[steps, V] of the next tokens."""
-        rows = []
-        for at in range(self.state.length, self.state.length + steps):
-            ticket = request(self.mini.engram, self.tokens, at)
-            rows.append(self.token.forward(self.tokens[at], self.state, ticket))
-            self.mini.engram.done(ticket)
-        return torch.stack(rows)
+        return decode(self.token, self.mini.engram, self.tokens, self.state, steps)
 
 
 def eagerly(name: str, steps: int) -> tuple[torch.Tensor, SequenceState]:
@@ -108,12 +110,7 @@ def eagerly(name: str, steps: int) -> tuple[torch.Tensor, SequenceState]:
     decoder = mini_decoder(mini.engram, reference_index_keys=False)
     state = SequenceState(config(), DEVICE, 200)
     mini.run(tokens, state, 0, length, every=False)
-    rows = []
-    for at in range(length, length + steps):
-        ticket = request(mini.engram, tokens, at)
-        rows.append(decoder.forward(tokens[at], state, ticket))
-        mini.engram.done(ticket)
-    return torch.stack(rows), state
+    return decode(decoder, mini.engram, tokens, state, steps), state
 
 
 @pytest.mark.parametrize(
