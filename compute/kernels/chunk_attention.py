@@ -1,0 +1,151 @@
+"""Attention of many queries, each over its window and its chosen compressed rows, in one softmax.
+
+Owns the kernel of a prefill's attention and the rotation around it. One program takes all heads of
+a query (or 64 of them): a row of keys is also the row of values, so it is gathered once for both
+products. It goes through the slots in blocks of 64 with a running maximum, which is the order of
+roundings that the model has: probabilities are rounded to bf16 relative to the greatest score of
+the blocks up to their own. No scores or keys are ever written to memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compute.kernels.numeric import PORTABLE, as_bf16
+from compute.rope import Rotation
+
+#: Heads one program takes at most.
+HEADS = 64
+#: Slots a step of the softmax takes; part of the arithmetic (see the docstring above).
+SLOTS = 64
+
+
+@triton.jit
+def _dot(a, b):
+    if PORTABLE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def _last_filled(slots, count, BLOCK: tl.constexpr):
+    """One past the last of `count` slots that is not empty; 0 where all are."""
+    slot = tl.arange(0, BLOCK)
+    value = tl.load(slots + slot, mask=slot < count, other=-1)
+    return tl.max(tl.where(value >= 0, slot + 1, 0), axis=0)
+
+
+@triton.jit
+def _attend_chunk(
+    queries, window, near_slots, near, rows, far_slots, far, sink, out, heads, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK_D)
+    here = (head < heads)[:, None] & (column < D)[None, :]
+    at = (token * heads + head)[:, None] * D + column[None, :]
+    query = tl.load(queries + at, mask=here, other=0.0)
+    near_slots += token * near
+    far_slots += token * far
+    filled = _last_filled(near_slots, near, NEAR)
+    if FAR > 0:
+        chosen = _last_filled(far_slots, far, FAR)
+        filled = tl.where(chosen > 0, near + chosen, filled)
+    highest = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    summed = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    for first in range(0, filled, SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        row = tl.load(near_slots + slot, mask=slot < near, other=-1)
+        start = window
+        if FAR > 0:
+            picked = tl.load(
+                far_slots + slot - near, mask=(slot >= near) & (slot < near + far), other=-1
+            )
+            row = tl.where(slot < near, row, picked)
+            start = tl.where(slot < near, window, rows)
+        seen = row >= 0
+        # An empty slot reads row 0, which its share of 0 makes no part of the sum.
+        at_row = (start + tl.maximum(row, 0).to(tl.int64) * D)[:, None]
+        if D == BLOCK_D:
+            keys = tl.load(at_row + column[None, :])
+        else:
+            keys = tl.load(at_row + column[None, :], mask=(column < D)[None, :], other=0.0)
+        score = tl.where(seen[None, :], _dot(query, tl.trans(keys)) * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen: exp(-inf) is 0
+        rescale = tl.exp(highest - origin)
+        share = tl.exp(score - origin[:, None])
+        total = total * rescale + tl.sum(share, axis=1)
+        summed = summed * rescale[:, None] + _dot(as_bf16(share), keys)
+        highest = higher
+    sunk = tl.load(sink + head, mask=head < heads, other=0.0).to(tl.float32)
+    total += tl.exp(sunk - highest)  # infinite where nothing was seen: 0 / inf is 0
+    tl.store(out + at, as_bf16(summed / total[:, None]), mask=here)
+
+
+@triton.jit
+def _rotate_tail(
+    x, cos, sin, heads, sign,
+    D: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, ROTATED // 2)
+    c = tl.load(cos + token * (ROTATED // 2) + pair)[None, :]
+    s = tl.load(sin + token * (ROTATED // 2) + pair)[None, :] * sign
+    mask = (head < heads)[:, None] & (pair >= 0)[None, :]
+    even = x + ((token * heads + head) * D + D - ROTATED)[:, None] + 2 * pair[None, :]
+    a = tl.load(even, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(even + 1, mask=mask, other=0.0).to(tl.float32)
+    tl.store(even, as_bf16(a * c - b * s), mask=mask)
+    tl.store(even + 1, as_bf16(a * s + b * c), mask=mask)
+
+
+def rotate_tail(x: torch.Tensor, by: Rotation, *, inverse: bool = False) -> torch.Tensor:
+    """bf16 `x` [T, heads, D] with the last 2 * len(cos) columns rotated, pair by adjacent pair.
+
+    `x` itself, written over.
+    """
+    tokens, heads, width = x.shape
+    block = min(HEADS, triton.next_power_of_2(heads))
+    _rotate_tail[(tokens, triton.cdiv(heads, block))](
+        x, by.cos, by.sin, heads, -1.0 if inverse else 1.0,
+        D=width, ROTATED=2 * by.cos.shape[1], HEADS=block, num_warps=4,
+    )  # fmt: skip
+    return x
+
+
+def sparse_attention(
+    queries: torch.Tensor,
+    sink: torch.Tensor,
+    window: torch.Tensor,
+    window_slots: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    row_slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """bf16 [T, heads, d]; as `compute.layers.attention.sparse_attention`, slots of any integers.
+
+    `queries` bf16 [T, heads, d], `sink` fp32 [heads]; `window` bf16 [m, d] read at `window_slots`
+    [T, S] and, after those in the softmax, `rows` bf16 [n, d] at `row_slots` [T, R]; -1 is empty.
+    """
+    tokens, heads, width = queries.shape
+    out = torch.empty_like(queries)
+    near = window_slots.shape[1]
+    if rows is None or row_slots is None or row_slots.shape[1] == 0:
+        rows, row_slots, far = window, window_slots, 0
+    else:
+        far = row_slots.shape[1]
+    block = max(16, min(HEADS, triton.next_power_of_2(heads)))
+    _attend_chunk[(tokens, triton.cdiv(heads, block))](
+        queries, window, window_slots, near, rows, row_slots, far, sink, out, heads, width**-0.5,
+        D=width, BLOCK_D=triton.next_power_of_2(max(width, 16)), HEADS=block, SLOTS=SLOTS,
+        NEAR=triton.next_power_of_2(near), FAR=triton.next_power_of_2(far) if far else 0,
+        num_warps=8 if block == HEADS else 4, num_stages=2,
+    )  # fmt: skip
+    return out
