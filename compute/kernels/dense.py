@@ -48,7 +48,7 @@ GATE_UP_TILE = Tile(32, 1024, 16)
 
 
 @triton.jit
-def _decoded(codes):
+def decoded(codes):
     """fp32 of uint8 e4m3 `codes`: one conversion instruction for two, where there is one."""
     if PORTABLE:
         return decode_e4m3(codes)
@@ -70,7 +70,7 @@ def _scaled_sums(codes, token, tile_scales, k, end, ROWS: tl.constexpr, DEPTH: t
     """fp32 [ROWS, DEPTH / 16]: products summed by 16 columns, which lie in one tile, times its
     scale.
     """
-    products = tl.reshape(_decoded(codes) * token[None, :], (ROWS, DEPTH // 16, 16))
+    products = tl.reshape(decoded(codes) * token[None, :], (ROWS, DEPTH // 16, 16))
     block = k // 16 + tl.arange(0, DEPTH // 16)
     scale = power_of_two(tl.load(tile_scales + block // 2, mask=block * 16 < end, other=0))
     return tl.sum(products, axis=2) * scale[None, :]
