@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from compute.layers import head, hyper_connections
+from compute.layers import head, hyper_connections, moe
 from compute.layers.attention import Attention, Chunk, Observer
 from compute.layers.engram import engram_add, engram_key_value, engram_rows
-from compute.layers.hyper_connections import Mixes, collapse, first_mix, write_back
+from compute.layers.hyper_connections import Mixes, collapse_norm, first_mix, write_back
 from compute.layers.linear import quantized
-from compute.layers.moe import Routing, route, routed_experts, shared_expert
-from compute.layers.norm import rms_norm
+from compute.layers.moe import Routing
 from compute.predictor import NO_FITTED_GATES, FittedGates, predict
 from compute.rope import Rope
 from compute.route_recorder import RouteRecorder
@@ -211,17 +210,17 @@ class Model:
             mixes = self._mixes(streams, weights.attention_mix)
             if self._routes is not None:
                 self._routes.entered(layer, streams, mixes)
-            x = rms_norm(collapse(streams, pre), weights.attention_norm, eps)
+            x = collapse_norm(streams, pre, weights.attention_norm, eps)
             y = self.attention(layer, x, chunk, state)
             streams = write_back(y, streams, mixes)
         with self._tracer.span("routing", layer=layer):
             ffn_mixes = self._mixes(streams, weights.ffn_mix)
-            x = rms_norm(collapse(streams, mixes.pre), weights.ffn_norm, eps)
-            routing, picks, farther = self._route(layer, x)
+            x = collapse_norm(streams, mixes.pre, weights.ffn_norm, eps)
+            routing, counts, farther = self._route(layer, x)
         if self._routes is not None:
-            self._routes.routed(layer, x, routing, picks)
+            self._routes.routed(layer, x, routing, routing.picks.tolist())
         with self._tracer.span("experts", layer=layer):
-            y = self._experts_product(layer, x, routing, picks, farther)
+            y = self._experts_product(layer, x, routing, counts, farther)
             streams = write_back(y, streams, ffn_mixes)
         if self._routes is not None:
             self._routes.left(layer)
@@ -254,25 +253,26 @@ class Model:
 
     def _route(
         self, layer: int, x: torch.Tensor
-    ) -> tuple[Routing, list[list[int]], list[_LayerHint]]:
+    ) -> tuple[Routing, list[int], list[_LayerHint]]:
         """Choose `layer`'s experts and name later layers' likely ones, in one read-back; publish
-        the next layer's, and return those to be published of farther ones."""
+        the next layer's, and return those to be published of farther ones.
+
+        Of the picks only how many tokens picked each expert comes to the host."""
         config, layers = self.config, self._weights.layers
         k = config.num_experts_per_tok
-        routing = route(x, layers[layer].gate, k, config.routed_scaling_factor)
+        routing = moe.route(x, layers[layer].gate, k, config.routed_scaling_factor)
         self._show("gate_indices", layer, routing.picks)
         self._show("gate_weights", layer, routing.weights)
-        parts = [routing.picks.flatten().double()]
+        parts = [moe.pick_counts(routing, config.n_routed_experts).double()]
         following = range(layer + 1, min(layer + 1 + self._ahead, len(layers)))
         for target in following:
             gate = self._fitted.gate(MOE, target - layer, target, layers[target].gate)
             said = predict(x, gate.weights, k, self._predictions * len(x))
             parts += (said.experts.double(), gate.scores(said.margins).double())
-        # One transfer, so one wait for the device a layer; expert ids are exact in float64.
+        # One transfer, so one wait for the device a layer; integers are exact in float64.
         values = torch.cat(parts).tolist()
-        flat = [int(value) for value in values[: len(x) * k]]
-        picks = [flat[i : i + k] for i in range(0, len(flat), k)]
-        chosen, at, hints = sorted(set(flat)), len(flat), []
+        counts = [int(value) for value in values[: config.n_routed_experts]]
+        chosen, at, hints = _picked(counts), len(counts), []
         for target, said_experts in zip(following, parts[1::2], strict=True):
             middle = at + len(said_experts)
             end = middle + len(said_experts)
@@ -281,26 +281,25 @@ class Model:
             at = end
         nearest, *farther = hints or [_LayerHint(layer, chosen, None, [], [])]
         self._experts.hint(*nearest)
-        return routing, picks, farther
+        return routing, counts, farther
 
     def _experts_product(
         self,
         layer: int,
         x: torch.Tensor,
         routing: Routing,
-        picks: list[list[int]],
+        counts: list[int],
         farther: Sequence[_LayerHint],
     ) -> torch.Tensor:
         limit = self.config.swiglu_limit
-        needed = sorted({expert for chosen in picks for expert in chosen})
         try:
-            arriving = self._experts.fetch(layer, needed)
+            arriving = moe.fetch(self._experts, layer, _picked(counts), self.device)
             for hint in farther:
                 self._experts.hint(*hint)
             # The shared expert is computed while what is missing lands.
             operand = quantized(x)
-            shared = shared_expert(operand, self._weights.layers[layer].shared, limit)
-            routed = routed_experts(operand, routing, picks, arriving, limit)
+            shared = moe.shared_expert(operand, self._weights.layers[layer].shared, limit)
+            routed = moe.routed_experts(operand, routing, counts, arriving, self.config)
         finally:
             self._experts.release()
         y = routed.add_(shared).to(torch.bfloat16)
@@ -311,3 +310,8 @@ class Model:
     def _show(self, name: str, layer: int, tensor: torch.Tensor) -> None:
         if self._observe is not None:
             self._observe(name, layer, tensor)
+
+
+def _picked(counts: Sequence[int]) -> list[int]:
+    """The experts that any token picked, by how many did."""
+    return [expert for expert, count in enumerate(counts) if count]

@@ -1,7 +1,9 @@
-"""The kernels of a step: Triton on CUDA, plain torch elsewhere, with one signature a kernel.
+"""The kernels of a step and those of a chunk of many tokens: Triton on CUDA, torch elsewhere.
 
-Owns the choice, made here and nowhere else. Every kernel writes into tensors it is given, allocates
-nothing, reads nothing back to the host, and may be captured in a CUDA graph.
+Owns the choice, made here and nowhere else. A step's kernels write into tensors they are given,
+allocate nothing, read nothing back to the host, and may be captured in a CUDA graph; their torch
+references have the same signatures. A chunk's return new tensors, as the torch functions in
+`compute.layers` do that they stand in for.
 """
 
 from __future__ import annotations
@@ -21,3 +23,13 @@ def kernels_for(device: torch.device) -> ModuleType:
     from compute.kernels import reference
 
     return reference
+
+
+def chunk_kernels(device: torch.device) -> ModuleType | None:
+    """What stands in for torch operations over many tokens on `device`: `triton_chunk` on CUDA,
+    nothing elsewhere."""
+    if device.type != "cuda":
+        return None
+    from compute.kernels import triton_chunk
+
+    return triton_chunk

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from compute.formats import round_trip_fp8
+from compute.kernels import chunk_kernels
 from compute.layers.compressor import Compressor
 from compute.layers.indexer import Choice, Indexer, rows_of_blocks
 from compute.layers.linear import linear_fp8, linear_quantized, quantized
@@ -77,6 +78,12 @@ def sparse_attention(
     `queries` bf16 [T, heads, d], `sink` fp32 [heads]; `window` bf16 [m, d] read at `window_slots`
     [T, S] and, after those in the softmax, `rows` bf16 [n, d] at `row_slots` [T, R]; -1 is empty.
     """
+    kernels = chunk_kernels(queries.device)
+    if kernels is not None:
+        heads: torch.Tensor = kernels.sparse_attention(
+            queries, sink, window, window_slots, rows, row_slots
+        )
+        return heads
     slots = window_slots if row_slots is None else torch.cat((window_slots, row_slots), 1)
     step = max(GATHER_ELEMENTS // (slots.shape[1] * queries.shape[-1]), 1)
     out = torch.empty_like(queries)
@@ -115,6 +122,15 @@ def attend(
         highest = higher
     total = total + torch.exp(sink - highest)  # infinite where nothing was seen: 0 / inf is 0
     return summed.div_(total.unsqueeze(-1))
+
+
+def rotate_heads(x: torch.Tensor, by: Rotation, *, inverse: bool = False) -> torch.Tensor:
+    """`rotate_tail` of bf16 `x` [T, heads, d], which may be written over."""
+    kernels = chunk_kernels(x.device)
+    if kernels is not None:
+        turned: torch.Tensor = kernels.rotate_tail(x, by, inverse=inverse)
+        return turned
+    return rotate_tail(x, by, inverse=inverse)
 
 
 def project_out(heads: torch.Tensor, weights: AttentionWeights) -> torch.Tensor:
@@ -165,7 +181,7 @@ class Attention:
         latent = rms_norm(low_rank[:, : config.q_lora_rank], weights.q_norm, eps)
         latent = quantized(latent)
         queries = linear_quantized(latent, weights.wq_b).view(len(x), -1, config.head_dim)
-        queries = rotate_tail(queries, turn)
+        queries = rotate_heads(queries, turn)
         own = rms_norm(low_rank[:, config.q_lora_rank :], weights.kv_norm, eps)
         own = round_trip_fp8(rotate_tail(own, turn))
         window = self._enter_window(own, chunk, state.windows[self._layer])
@@ -175,7 +191,7 @@ class Attention:
         else:
             chosen = (rows, chunk.choice.rows)
             heads = sparse_attention(queries, weights.sink, window, chunk.window, *chosen)
-        return project_out(rotate_tail(heads, turn, inverse=True), weights)
+        return project_out(rotate_heads(heads, turn, inverse=True), weights)
 
     def _enter_window(self, own: torch.Tensor, chunk: Chunk, ring: torch.Tensor) -> torch.Tensor:
         """Earlier window rows and the chunk's, by position; then the newest enter the ring."""

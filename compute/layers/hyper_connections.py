@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from compute.formats import scalar
+from compute.kernels import chunk_kernels
+from compute.layers.norm import rms_norm
 from compute.weights import MixWeights
 
 
@@ -35,10 +37,25 @@ def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return (streams.float() * pre.unsqueeze(-1)).sum(1).to(torch.bfloat16)
 
 
+def collapse_norm(
+    streams: torch.Tensor, pre: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """bf16 [T, D]: what a sublayer reads of `streams`, the `rms_norm` of their `collapse`."""
+    kernels = chunk_kernels(streams.device)
+    if kernels is not None:
+        read: torch.Tensor = kernels.collapse_norm(streams, pre, weight, eps)
+        return read
+    return rms_norm(collapse(streams, pre), weight, eps)
+
+
 def mixes(
     streams: torch.Tensor, weights: MixWeights, norm_eps: float, hc_eps: float, iterations: int
 ) -> Mixes:
     """The mixes a sublayer makes from bf16 `streams` [T, hc, D], in fp32."""
+    kernels = chunk_kernels(streams.device)
+    if kernels is not None:
+        made: Mixes = kernels.mixes(streams, weights, norm_eps, hc_eps, iterations)
+        return made
     flat = streams.float().flatten(1)
     inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True).add_(scalar(norm_eps)))
     raw = F.linear(flat, weights.fn).mul_(inverse)
@@ -76,6 +93,10 @@ def write_back(output: torch.Tensor, streams: torch.Tensor, by: Mixes) -> torch.
 
     `output` bf16 [T, D], `streams` bf16 [T, hc, D].
     """
+    kernels = chunk_kernels(streams.device)
+    if kernels is not None:
+        written: torch.Tensor = kernels.write_back(output, streams, by)
+        return written
     carried = torch.bmm(by.comb.transpose(1, 2), streams.float())
     carried.addcmul_(by.post.unsqueeze(-1), output.float().unsqueeze(1))
     return carried.to(torch.bfloat16)

@@ -13,19 +13,21 @@ import torch
 import torch.nn.functional as F
 
 from compute.formats import round_trip_fp4_index
+from compute.kernels import chunk_kernels
 from compute.layers.linear import linear, linear_quantized
 from compute.rope import Rotation, rotate_tail
 from compute.weights import IndexerWeights
 from protocol.config import ModelConfig
 
 SCORE_ELEMENTS = 1 << 24  # head x row scores formed at once, in fp32
+SUMMED_ELEMENTS = 1 << 28  # row scores kept at once by kernels, in bf16
 
 
 @dataclass(slots=True)
 class Choice:
     """What an index source hands down the stack, for each of T queries.
 
-    `rows` int64 [T, k]: positions in the compressed KV, ascending, -1 where there is none.
+    `rows` [T, k], integers: positions in the compressed KV, ascending, -1 where there is none.
     `blocks` bool [T, blocks]: the candidate blocks, from the candidate source on.
     """
 
@@ -33,21 +35,23 @@ class Choice:
     blocks: torch.Tensor | None
 
 
-def index_queries(latent: torch.Tensor, weights: IndexerWeights, turn: Rotation) -> torch.Tensor:
-    """bf16 [T, heads, index_head_dim] of query latents, rotated and on the fp4 grid.
+def index_queries(
+    x: torch.Tensor, latent: torch.Tensor, weights: IndexerWeights, turn: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries bf16 [T, heads, index_head_dim], rotated and on the fp4 grid, and bf16 [T, heads]:
+    how much each head counts, scaled by (head_dim * heads)^-0.5.
 
-    `latent` [T, q_lora_rank] is `quantized`.
+    bf16 `x` [T, D]; `latent` [T, q_lora_rank] is `quantized`.
     """
-    heads = weights.weights_proj.shape[0]
-    queries = linear_quantized(latent, weights.wq_b).view(len(latent), heads, -1)
-    return round_trip_fp4_index(rotate_tail(queries, turn))
-
-
-def head_weights(x: torch.Tensor, weights: IndexerWeights, head_dim: int) -> torch.Tensor:
-    """bf16 [T, heads]: how much each index head counts, scaled by (head_dim * heads)^-0.5."""
-    raw = linear(x, weights.weights_proj)
-    scale: float = head_dim**-0.5 * raw.shape[-1] ** -0.5
-    return raw * scale
+    raw_weights = linear(x, weights.weights_proj)
+    heads = raw_weights.shape[1]
+    raw = linear_quantized(latent, weights.wq_b).view(len(latent), heads, -1)
+    kernels = chunk_kernels(x.device)
+    if kernels is not None:
+        made: tuple[torch.Tensor, torch.Tensor] = kernels.index_queries(raw, raw_weights, turn)
+        return made
+    scale: float = raw.shape[-1] ** -0.5 * heads**-0.5
+    return round_trip_fp4_index(rotate_tail(raw, turn)), raw_weights * scale
 
 
 def index_scores(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -60,6 +64,30 @@ def index_scores(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tenso
     return (dots.relu_() * weights.unsqueeze(-1)).sum(1)
 
 
+def masked_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    visible: torch.Tensor,
+    blocks: torch.Tensor | None,
+    block_size: int,
+) -> torch.Tensor:
+    """`index_scores`, -inf from row `visible` [T] on and, with bool `blocks` [T, ceil(n /
+    block_size)], outside of those blocks."""
+    kernels = chunk_kernels(queries.device)
+    if kernels is not None:
+        scores: torch.Tensor = kernels.masked_scores(
+            queries, keys, weights, visible, blocks, block_size
+        )
+        return scores
+    scores = index_scores(queries, keys, weights)
+    rows = torch.arange(len(keys), device=scores.device)
+    scores.masked_fill_(rows >= visible.unsqueeze(1), -torch.inf)
+    if blocks is not None:
+        scores.masked_fill_(~rows_of_blocks(blocks, block_size, len(keys)), -torch.inf)
+    return scores
+
+
 def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
     """int64 [T, k]: where the k largest of bf16 `scores` [T, n] lie; of equals the first ones."""
     bits = (scores + 0.0).view(torch.int16).to(torch.int64)  # + 0.0 makes -0 equal to 0
@@ -69,7 +97,11 @@ def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def choose_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [T, k]: the best k rows in position order; a row scored -inf becomes -1."""
+    """[T, k] integers: the best k rows in position order; a row scored -inf becomes -1."""
+    kernels = chunk_kernels(scores.device)
+    if kernels is not None:
+        rows: torch.Tensor = kernels.choose_rows(scores, k)
+        return rows
     best = top_positions(scores, k).sort(-1).values
     return best.masked_fill_(scores.gather(1, best) == -torch.inf, -1)
 
@@ -82,6 +114,10 @@ def candidate_blocks(
     A block counts as its best row of bf16 `scores` [T, n]; the one with the query's newest visible
     row is always in. `visible` int64 [T] is how many rows a query sees, -inf scores the others.
     """
+    kernels = chunk_kernels(scores.device)
+    if kernels is not None:
+        blocks: torch.Tensor = kernels.candidate_blocks(scores, visible, block_size, keep)
+        return blocks
     count = -(-scores.shape[1] // block_size)
     padded = F.pad(scores, (0, count * block_size - scores.shape[1]), value=-torch.inf)
     best = padded.view(len(scores), count, block_size).amax(-1)
@@ -96,6 +132,14 @@ def candidate_blocks(
 def rows_of_blocks(blocks: torch.Tensor, block_size: int, rows: int) -> torch.Tensor:
     """bool [T, rows]: a mask of blocks as a mask of rows."""
     return blocks.repeat_interleave(block_size, 1)[:, :rows]
+
+
+def queries_at_once(keys: int, config: ModelConfig, device: torch.device) -> int:
+    """How many queries are scored together against so many keys. Torch forms the scores of every
+    head, in fp32; kernels only their sums, in bf16."""
+    if chunk_kernels(device) is not None:
+        return max(SUMMED_ELEMENTS // keys, 1)
+    return max(SCORE_ELEMENTS // (keys * config.index_n_heads), 1)
 
 
 class Indexer:
@@ -123,21 +167,16 @@ class Indexer:
         long context all of them at once would not fit.
         """
         config = self._config
-        queries = index_queries(latent, self._weights, turn)
-        weights = head_weights(x, self._weights, config.index_head_dim)
-        step = max(SCORE_ELEMENTS // (len(keys) * config.index_n_heads), 1)
+        queries, weights = index_queries(x, latent, self._weights, turn)
+        size, step = config.candidate_block_size, queries_at_once(len(keys), config, x.device)
         chosen, kept = [], []
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)
-            scores = index_scores(queries[part], keys, weights[part])
-            rows = torch.arange(len(keys), device=x.device)
-            scores.masked_fill_(rows >= visible[part].unsqueeze(1), -torch.inf)
+            allowed = None if blocks is None or self._is_candidate_source else blocks[part]
+            scores = masked_scores(queries[part], keys, weights[part], visible[part], allowed, size)
             if self._is_candidate_source:
-                of = (config.candidate_block_size, config.candidate_topk_blocks)
-                kept.append(candidate_blocks(scores, visible[part], *of))
-            elif blocks is not None:
-                allowed = rows_of_blocks(blocks[part], config.candidate_block_size, len(keys))
-                scores.masked_fill_(~allowed, -torch.inf)
+                keep = config.candidate_topk_blocks
+                kept.append(candidate_blocks(scores, visible[part], size, keep))
             if observe is not None:
                 observe(scores)
             chosen.append(choose_rows(scores, min(config.index_topk, len(keys))))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from compute.formats import dequantize_fp8_weight, round_trip_fp8
+from compute.kernels import chunk_kernels
 
 # Splitting a product along K, cuBLAS would otherwise add the parts in bf16.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -35,6 +36,10 @@ class Fp8Weight:
         if self.dequantized is not None:
             return self.dequantized
         codes, scales = self.stored
+        kernels = chunk_kernels(codes.device)
+        if kernels is not None:
+            values: torch.Tensor = kernels.dequantize_fp8_weight(codes, scales)
+            return values
         return dequantize_fp8_weight(codes, scales, product_dtype(codes.device))
 
     @property
@@ -60,6 +65,10 @@ def linear_fp8(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 def quantized(x: torch.Tensor) -> torch.Tensor:
     """bf16 `x` on the fp8 grid as an operand, for products that share their input."""
+    kernels = chunk_kernels(x.device)
+    if kernels is not None:
+        rounded: torch.Tensor = kernels.round_trip_fp8(x)
+        return rounded
     return round_trip_fp8(x, product_dtype(x.device))
 
 

@@ -6,16 +6,20 @@ ascending expert id: what was cached or read first never shows in a bit of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from compute.formats import dequantize_fp4_weight
+from compute.kernels import chunk_kernels
 from compute.layers.linear import linear, linear_fp8, linear_quantized, quantized
-from compute.sources import ExpertBytes
+from compute.sources import Addresses, ExpertBytes, ExpertSource, PlacedExperts
 from compute.weights import GateWeights, SharedExpertWeights
+from protocol.config import ModelConfig
 
 
 class Routing(NamedTuple):
@@ -75,32 +79,69 @@ def shared_expert(x: torch.Tensor, weights: SharedExpertWeights, limit: float) -
     return linear_fp8(swiglu(gate, up, limit).to(torch.bfloat16), weights.w2)
 
 
+def pick_counts(routing: Routing, experts: int) -> torch.Tensor:
+    """int64 [experts]: how many tokens picked each."""
+    picks = routing.picks.flatten()
+    return picks.new_zeros(experts).scatter_add_(0, picks, torch.ones_like(picks))
+
+
+def by_expert(routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """A place, token * k + rank, for each pick, where rank counts a token's picks by expert id.
+
+    int64 [T * k]: the places expert by expert, tokens ascending, and fp32 [T * k]: weights by
+    place.
+    """
+    experts = routing.picks.sort(-1)
+    weights = routing.weights.gather(1, experts.indices).flatten()
+    return experts.values.flatten().argsort(stable=True), weights
+
+
+class Arriving(NamedTuple):
+    """What a layer asked for: `present` experts at `addresses` [n, 6], which kernels read at any
+    time before the source's `release`, and all others one by one."""
+
+    present: Sequence[int]
+    addresses: Addresses
+    others: Iterable[tuple[int, ExpertBytes]]
+
+
+def fetch(
+    source: ExpertSource, layer: int, experts: Sequence[int], device: torch.device
+) -> Arriving:
+    """Ask `source` for `experts`, in a way that `routed_experts` can use on `device`."""
+    present: Sequence[int] = ()
+    addresses = np.empty((0, 6), dtype=np.int64)
+    if chunk_kernels(device) is not None and isinstance(source, PlacedExperts):
+        present, addresses = source.present(layer, experts)
+    there = set(present)
+    others = source.fetch(layer, [expert for expert in experts if expert not in there])
+    return Arriving(present, addresses, others)
+
+
 def routed_experts(
     x: torch.Tensor,
     routing: Routing,
-    picks: list[list[int]],
-    arriving: Iterable[tuple[int, ExpertBytes]],
-    limit: float,
+    counts: Sequence[int],
+    arriving: Arriving,
+    config: ModelConfig,
 ) -> torch.Tensor:
     """fp32 [T, D]: for each token its picks' outputs, added in ascending expert id.
 
-    `x` [T, D] is `quantized`; `picks` is `routing.picks` on the host; `arriving` yields
-    each expert in it once, in any order.
+    `x` [T, D] is `quantized`; `counts` is `pick_counts` on the host; `arriving` has each expert
+    that was picked once, in any order.
     """
+    kernels = chunk_kernels(x.device)
+    if kernels is not None:
+        summed: torch.Tensor = kernels.routed_experts(x, routing, counts, arriving, config)
+        return summed
     count, k = routing.picks.shape
-    tokens_of: dict[int, list[int]] = {}
-    places_of: dict[int, list[int]] = {}
-    for token, chosen in enumerate(picks):
-        for place, expert in enumerate(sorted(chosen)):
-            tokens_of.setdefault(expert, []).append(token)
-            places_of.setdefault(expert, []).append(token * k + place)
-    weights = routing.weights.gather(1, routing.picks.argsort(-1)).flatten()
+    order, weights = by_expert(routing)
+    ends = [0, *accumulate(counts)]
     outputs = torch.empty(count * k, x.shape[1], dtype=torch.bfloat16, device=x.device)
-    for expert, held in arriving:
-        tokens = torch.tensor(tokens_of[expert], device=x.device)
-        places = torch.tensor(places_of[expert], device=x.device)
-        rows, weight = x.index_select(0, tokens), weights.index_select(0, places)
-        outputs.index_copy_(0, places, expert_product(rows, weight, held, limit))
+    for expert, held in arriving.others:
+        places = order[ends[expert] : ends[expert + 1]]
+        rows, weight = x.index_select(0, places // k), weights.index_select(0, places)
+        outputs.index_copy_(0, places, expert_product(rows, weight, held, config.swiglu_limit))
     by_token = outputs.view(count, k, -1)
     total = by_token[:, 0].float()
     for place in range(1, k):

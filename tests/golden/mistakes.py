@@ -65,7 +65,7 @@ def pre_mix_of_the_same_sublayer(patch: Patch) -> None:
         return newest[0]
 
     wrap(patch, hyper_connections, "mixes", remember)
-    wrap(patch, model, "collapse", lambda collapse, s, pre: collapse(s, newest[0].pre))
+    wrap(patch, model, "collapse_norm", lambda read, s, pre, *by: read(s, newest[0].pre, *by))
 
 
 def no_candidate_filter(patch: Patch) -> None:
