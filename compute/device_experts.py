@@ -186,6 +186,10 @@ class DeviceExperts:
             [direct[key] if key in direct else self._addresses[self._slot_of[key]] for key in keys]
         )
 
+    def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
+        here = [expert for expert in experts if (layer, expert) in self._slot_of]
+        return here, self._addresses[[self._slot_of[layer, expert] for expert in here]]
+
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
         """As ExpertSource: what is here from here, the rest as the arena's source gives it, without
         a place here: a prefill's experts are too many to be worth keeping."""

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from compute.layers import head, hyper_connections, moe
+from compute.layers import head, hyper_connections
 from compute.layers.attention import Attention, Chunk, Observer
 from compute.layers.engram import engram_add, engram_key_value, engram_rows
 from compute.layers.hyper_connections import Mixes, collapse_norm, first_mix, write_back
 from compute.layers.linear import quantized
-from compute.layers.moe import Routing
+from compute.layers.moe import (
+    Routing,
+    fetch,
+    pick_counts,
+    route,
+    routed_experts,
+    shared_expert,
+)
 from compute.predictor import NO_FITTED_GATES, FittedGates, predict
 from compute.rope import Rope
 from compute.route_recorder import RouteRecorder
@@ -251,19 +258,17 @@ class Model:
         eps = (config.rms_norm_eps, config.hc_eps)
         return hyper_connections.mixes(streams, weights, *eps, config.hc_sinkhorn_iters)
 
-    def _route(
-        self, layer: int, x: torch.Tensor
-    ) -> tuple[Routing, list[int], list[_LayerHint]]:
+    def _route(self, layer: int, x: torch.Tensor) -> tuple[Routing, list[int], list[_LayerHint]]:
         """Choose `layer`'s experts and name later layers' likely ones, in one read-back; publish
         the next layer's, and return those to be published of farther ones.
 
         Of the picks only how many tokens picked each expert comes to the host."""
         config, layers = self.config, self._weights.layers
         k = config.num_experts_per_tok
-        routing = moe.route(x, layers[layer].gate, k, config.routed_scaling_factor)
+        routing = route(x, layers[layer].gate, k, config.routed_scaling_factor)
         self._show("gate_indices", layer, routing.picks)
         self._show("gate_weights", layer, routing.weights)
-        parts = [moe.pick_counts(routing, config.n_routed_experts).double()]
+        parts = [pick_counts(routing, config.n_routed_experts).double()]
         following = range(layer + 1, min(layer + 1 + self._ahead, len(layers)))
         for target in following:
             gate = self._fitted.gate(MOE, target - layer, target, layers[target].gate)
@@ -293,13 +298,13 @@ class Model:
     ) -> torch.Tensor:
         limit = self.config.swiglu_limit
         try:
-            arriving = moe.fetch(self._experts, layer, _picked(counts), self.device)
+            arriving = fetch(self._experts, layer, _picked(counts), self.device)
             for hint in farther:
                 self._experts.hint(*hint)
             # The shared expert is computed while what is missing lands.
             operand = quantized(x)
-            shared = moe.shared_expert(operand, self._weights.layers[layer].shared, limit)
-            routed = moe.routed_experts(operand, routing, counts, arriving, self.config)
+            shared = shared_expert(operand, self._weights.layers[layer].shared, limit)
+            routed = routed_experts(operand, routing, counts, arriving, self.config)
         finally:
             self._experts.release()
         y = routed.add_(shared).to(torch.bfloat16)

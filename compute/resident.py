@@ -49,6 +49,9 @@ class ResidentExperts:
     def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
         return self.place(layer, experts)
 
+    def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
+        return list(experts), self.place(layer, experts)
+
     def hint(
         self,
         layer: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,7 @@ class ExpertSource(Protocol):
         ...
 
 
+@runtime_checkable
 class PlacedExperts(ExpertSource, Protocol):
     """An ExpertSource that also says where experts lie, all that a layer needs at once."""
 
@@ -88,6 +89,12 @@ class PlacedExperts(ExpertSource, Protocol):
 
     def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
         """As `place` where all of them are there already and nobody need be asked, else None."""
+        ...
+
+    def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
+        """Those of `experts` that are there already, and their addresses as `place` gives them.
+
+        Nobody is asked. They stay while `fetch` brings others, which are too many to be kept."""
         ...
 
 

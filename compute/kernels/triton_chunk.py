@@ -11,6 +11,7 @@ from compute.kernels.chunk_index import (
     masked_scores,
 )
 from compute.kernels.chunk_streams import collapse_norm, mixes, write_back
+from compute.kernels.grouped_experts import routed_experts
 
 __all__ = [
     "candidate_blocks",
@@ -22,6 +23,7 @@ __all__ = [
     "mixes",
     "rotate_tail",
     "round_trip_fp8",
+    "routed_experts",
     "sparse_attention",
     "write_back",
 ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +17,8 @@ from compute.layers.linear import Fp8Weight, linear, linear_fp8, quantized
 from compute.layers.norm import rms_norm
 from compute.sources import ExpertBytes
 from compute.weights import GateWeights, SharedExpertWeights
-from tests.golden.cases import DATA, unit
+from protocol.config import ModelConfig
+from tests.golden.cases import DATA, MINI, unit
 
 UNITS: dict[str, Any] = json.loads((DATA / "units" / "manifest.json").read_text())["units"]
 
@@ -118,16 +122,22 @@ def random_expert(generator: torch.Generator, hidden: int, inner: int) -> Expert
     return ExpertBytes(*pair(inner, hidden), *pair(inner, hidden), *pair(hidden, inner))
 
 
+def arriving(experts: Iterable[tuple[int, ExpertBytes]]) -> moe.Arriving:
+    return moe.Arriving((), np.empty((0, 6), dtype=np.int64), experts)
+
+
 def test_order_of_arrival_never_shows_in_the_sum() -> None:
     generator = torch.Generator().manual_seed(7)
     experts = {e: random_expert(generator, 64, 32) for e in range(6)}
     x = torch.randn(9, 64, generator=generator).to(torch.bfloat16)
     picks = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(9)])
     routing = moe.Routing(picks, torch.rand(9, 3, generator=generator) * 100)
-    needed = sorted(set(picks.flatten().tolist()))
+    config = replace(ModelConfig.load(MINI), swiglu_limit=10.0)
+    counts = moe.pick_counts(routing, 6).tolist()
+    needed = [e for e in range(6) if counts[e]]
     results = [
         moe.routed_experts(
-            quantized(x), routing, picks.tolist(), [(e, experts[e]) for e in order], 10.0
+            quantized(x), routing, counts, arriving((e, experts[e]) for e in order), config
         )
         for order in (needed, needed[::-1], needed[2:] + needed[:2])
     ]
