@@ -25,6 +25,7 @@ from compute.decode.arguments import (
 from compute.decode.buffers import Buffers, Mix
 from compute.formats import dequantize_engram_rows
 from compute.kernels import kernels_for
+from compute.kernels.router import Prediction
 from compute.rope import frequencies
 from compute.sequence import SequenceState
 from compute.weights import MixWeights
@@ -144,11 +145,10 @@ class DecodeStep:
         with self.beside():
             self._mix(weights.attention_mix, mix)
         indexed = weights.indexer is not None
-        k.rms_norm(
-            b.collapsed, weights.attention_norm, b.x if indexed else None, b.rounded,
-            eps=config.rms_norm_eps,
+        k.normed_fp8_matvec(
+            b.collapsed, weights.attention_norm, *weights.wq_a_wkv, b.down,
+            b.x if indexed else None, eps=config.rms_norm_eps,
         )  # fmt: skip
-        k.fp8_matvec(b.rounded, *weights.wq_a_wkv, b.down)
         turn = slice(0, 1) if config.compress_ratios[layer] == 0 else slice(1, 2)
         cos, sin = b.cos[turn], b.sin[turn]
         window = self.state.windows[layer]
@@ -180,25 +180,24 @@ class DecodeStep:
         expert."""
         b, k, config = self.buffers, self._k, self.config
         weights = self.arguments.layers[layer]
-        k.rms_norm(
-            b.collapsed, weights.ffn_norm, b.x, b.rounded, b.x_limbs, eps=config.rms_norm_eps
-        )
-        with self.beside():
-            self._shared_expert(weights)
-            self._mix(weights.ffn_mix, b.mixes[1])
         experts, shares = config.n_routed_experts, b.gate_logits.shape[0]
         width = len(weights.gates)
         logits = b.gate_logits.view(-1)[: shares * width].view(shares, 1, width)
-        k.bf16_matvec(b.x, weights.gates, logits)
+        k.normed_bf16_matvec(
+            b.collapsed, weights.ffn_norm, weights.gates, logits, b.rounded, b.x_limbs,
+            eps=config.rms_norm_eps,
+        )  # fmt: skip
+        with self.beside():
+            self._shared_expert(weights)
+            self._mix(weights.ffn_mix, b.mixes[1])
+        prediction = None
+        if weights.predicting is not None:
+            bias = weights.predicting.weights.bias
+            prediction = Prediction(logits[:, :, experts:], bias, b.predicted, b.margins)
         k.route(
-            logits[:, :, :experts], weights.bias, b.ids, b.weights,
+            logits[:, :, :experts], weights.bias, b.ids, b.weights, prediction,
             scaling=config.routed_scaling_factor,
         )  # fmt: skip
-        if weights.predicting is not None:
-            k.predict(
-                logits[:, :, experts:], weights.predicting.weights.bias, b.predicted, b.margins,
-                top_k=config.num_experts_per_tok,
-            )  # fmt: skip
 
     def experts(self, layer: int, *, joined: bool) -> None:
         """The picks whose addresses are in `table`, with the shared expert, into the streams.

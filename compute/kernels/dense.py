@@ -57,7 +57,7 @@ def decoded(codes):
 
 
 @triton.jit
-def _codes(weight, rows, inside, columns, end, K: tl.constexpr):
+def codes_at(weight, rows, inside, columns, end, K: tl.constexpr):
     return tl.load(
         weight + rows[:, None].to(tl.int64) * K + columns[None, :],
         mask=inside[:, None] & (columns < end)[None, :],
@@ -66,7 +66,7 @@ def _codes(weight, rows, inside, columns, end, K: tl.constexpr):
 
 
 @triton.jit
-def _scaled_sums(codes, token, tile_scales, k, end, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+def scaled_sums(codes, token, tile_scales, k, end, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """fp32 [ROWS, DEPTH / 16]: products summed by 16 columns, which lie in one tile, times its
     scale.
     """
@@ -88,9 +88,9 @@ def fp8_rows(
     acc = tl.zeros((ROWS, DEPTH // 16), tl.float32)
     for k in range(start, end, DEPTH):
         columns = k + tl.arange(0, DEPTH)
-        codes = _codes(weight, rows, inside, columns, end, K)
+        codes = codes_at(weight, rows, inside, columns, end, K)
         token = tl.load(x + columns, mask=columns < end, other=0.0).to(tl.float32)
-        acc += _scaled_sums(codes, token, tile_scales, k, end, ROWS, DEPTH)
+        acc += scaled_sums(codes, token, tile_scales, k, end, ROWS, DEPTH)
     return tl.sum(acc, axis=1)
 
 
@@ -179,11 +179,11 @@ def _fp8_gate_up(
     u = tl.zeros((ROWS, DEPTH // 16), tl.float32)
     for k in range(0, K, DEPTH):
         columns = k + tl.arange(0, DEPTH)
-        gate_codes = _codes(gate, rows, inside, columns, K, K)
-        up_codes = _codes(up, rows, inside, columns, K, K)
+        gate_codes = codes_at(gate, rows, inside, columns, K, K)
+        up_codes = codes_at(up, rows, inside, columns, K, K)
         token = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
-        g += _scaled_sums(gate_codes, token, gate_scale + tile, k, K, ROWS, DEPTH)
-        u += _scaled_sums(up_codes, token, up_scale + tile, k, K, ROWS, DEPTH)
+        g += scaled_sums(gate_codes, token, gate_scale + tile, k, K, ROWS, DEPTH)
+        u += scaled_sums(up_codes, token, up_scale + tile, k, K, ROWS, DEPTH)
     release_next()
     a = to_bf16(swiglu(tl.sum(g, axis=1), tl.sum(u, axis=1), limit))
     rounded = tl.reshape(round_trip_e4m3(tl.reshape(a, (ROWS // 32, 32))), (ROWS,))
@@ -247,7 +247,7 @@ def fp8_tile(columns: int, splits: int = 1, round_trip: bool = False) -> Tile:
     return Tile(16, 512, 4)
 
 
-def _share(columns: int, splits: int, depth: int) -> int:
+def columns_a_split(columns: int, splits: int, depth: int) -> int:
     """Columns of one split: all equal but the last, and whole rounds of the kernel's loop."""
     rounds: int = triton.cdiv(triton.cdiv(columns, splits), depth)
     return rounds * depth
@@ -283,7 +283,7 @@ def fp8_matvec(
     splits = out.shape[0] if partial else 1
     tile = tile or fp8_tile(columns, splits, round_trip)
     _fp8_matvec[(tokens, triton.cdiv(rows, tile.rows), splits)](
-        x, x.stride(0), weight, scale, out, rows, _share(columns, splits, tile.depth),
+        x, x.stride(0), weight, scale, out, rows, columns_a_split(columns, splits, tile.depth),
         out, out, out, out,
         K=columns, GROUP_ROWS=rows // groups,
         OUT=PARTIAL_OUT if partial else ROUNDED_OUT if round_trip else BF16_OUT, HC=4,
@@ -357,7 +357,7 @@ def bf16_matvec(
     partial = out.dtype == torch.float32
     splits = out.shape[0] if partial else 1
     _bf16_matvec[(triton.cdiv(rows, tile.rows), splits)](
-        x, x.stride(0), weight, out, rows, _share(columns, splits, tile.depth),
+        x, x.stride(0), weight, out, rows, columns_a_split(columns, splits, tile.depth),
         K=columns, T=tokens, C=MOST_TOKENS, OUT=PARTIAL_OUT if partial else BF16_OUT,
         ROWS=tile.rows, DEPTH=tile.depth, STAGES=tile.stages,
         num_warps=tile.warps, **PDL,

@@ -27,6 +27,7 @@ from compute.kernels.reference_index import (  # noqa: F401 - the rest of this m
     index_queries,
     index_scores,
 )
+from compute.kernels.router import Prediction
 from compute.layers import attention, engram, hyper_connections, moe
 from compute.layers.norm import rms_norm as normalize
 from compute.rope import Rotation, rotate_tail, rotation
@@ -207,6 +208,36 @@ def rms_norm(
         _quantized(y, limbs)
 
 
+def normed_fp8_matvec(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+    normed: torch.Tensor | None = None,
+    *,
+    eps: float,
+) -> None:
+    rounded = torch.empty_like(x)
+    rms_norm(x, norm, normed, rounded, eps=eps)
+    fp8_matvec(rounded, weight, scale, out)
+
+
+def normed_bf16_matvec(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    rounded: torch.Tensor,
+    limbs: Limbs,
+    *,
+    eps: float,
+) -> None:
+    normed = torch.empty_like(x)
+    rms_norm(x, norm, normed, rounded, limbs, eps=eps)
+    bf16_matvec(normed, weight, out)
+
+
 def quantize(x: torch.Tensor, rounded: torch.Tensor | None, limbs: Limbs | None = None) -> None:
     if rounded is not None:
         rounded.copy_(formats.round_trip_fp8(x))
@@ -276,6 +307,7 @@ def route(
     bias: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    prediction: Prediction | None = None,
     *,
     scaling: float,
     temperature: float = 1.0,
@@ -287,20 +319,12 @@ def route(
     picked = score.gather(1, chosen)
     ids.copy_(chosen)
     weights.copy_(picked / (picked.sum(-1, keepdim=True) + 1e-20) * scaling)
-
-
-def predict(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    ids: torch.Tensor,
-    margins: torch.Tensor,
-    *,
-    top_k: int,
-) -> None:
-    biased = F.softplus(logits.sum(0)[0]).sqrt() + bias
-    best = biased.sort(descending=True, stable=True)
-    ids.copy_(best.indices[: len(ids)])
-    margins.copy_(best.values[: len(ids)] - best.values[top_k - 1])
+    if prediction is not None:
+        biased = F.softplus(prediction.logits.sum(0)[0]).sqrt() + prediction.bias
+        best = biased.sort(descending=True, stable=True)
+        count = len(prediction.ids)
+        prediction.ids.copy_(best.indices[:count])
+        prediction.margins.copy_(best.values[:count] - best.values[ids.shape[1] - 1])
 
 
 def begin_token(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,18 +14,15 @@ from compute.kernels.numeric import release_next, softplus, wait_for_previous
 
 
 @triton.jit
-def _route(
+def _pick(
     logits, stride, bias, ids, weights, experts, inverse_temperature, scaling,
     SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    release_next()
     column = tl.arange(0, BLOCK)
     inside = column < experts
-    b = tl.load(bias + column, mask=inside, other=0.0)
-    wait_for_previous()
-    token = tl.program_id(0)
-    x = sum_of_splits(logits + token * experts, column, inside, stride, SPLITS)
+    x = sum_of_splits(logits, column, inside, stride, SPLITS)
     score = tl.sqrt_rn(softplus(x * inverse_temperature))
+    b = tl.load(bias + column, mask=inside, other=0.0)
     biased = tl.where(inside, score + b, float("-inf"))
     slot = tl.arange(0, PADDED)
     chosen = tl.full((PADDED,), 0x7FFFFFFF, tl.int32)
@@ -37,21 +36,19 @@ def _route(
     weight = weight / (tl.sum(weight, axis=0) + 1e-20) * scaling
     # The place of each pick among the ids in ascending order, in which outputs are added.
     place = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)
-    tl.store(ids + token * PICKS + place, chosen, mask=slot < PICKS)
-    tl.store(weights + token * PICKS + place, weight, mask=slot < PICKS)
+    tl.store(ids + place, chosen, mask=slot < PICKS)
+    tl.store(weights + place, weight, mask=slot < PICKS)
 
 
 @triton.jit
-def _predict(
+def _name_next(
     logits, stride, bias, ids, margins, experts, count, looks,
     SPLITS: tl.constexpr, CUT: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    release_next()
     column = tl.arange(0, BLOCK)
     inside = column < experts
-    b = tl.load(bias + column, mask=inside, other=0.0)
-    wait_for_previous()
     x = sum_of_splits(logits, column, inside, stride, SPLITS)
+    b = tl.load(bias + column, mask=inside, other=0.0)
     biased = tl.where(inside, tl.sqrt_rn(softplus(x)) + b, float("-inf"))
     slot = tl.arange(0, PADDED)
     chosen = tl.zeros((PADDED,), tl.int32)
@@ -68,11 +65,45 @@ def _predict(
     tl.store(margins + slot, score - cut, mask=slot < count)
 
 
+@triton.jit
+def _route(
+    logits, stride, bias, ids, weights, experts, inverse_temperature, scaling, tokens,
+    next_logits, next_bias, predicted, margins, count, looks,
+    SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    CUT: tl.constexpr, LOOKS: tl.constexpr,
+):  # fmt: skip
+    release_next()
+    wait_for_previous()
+    token = tl.program_id(0)
+    if token < tokens:
+        _pick(
+            logits + token * experts, stride, bias, ids + token * PICKS, weights + token * PICKS,
+            experts, inverse_temperature, scaling, SPLITS, PICKS, PADDED, BLOCK,
+        )  # fmt: skip
+    else:
+        _name_next(
+            next_logits, stride, next_bias, predicted, margins, experts, count, looks,
+            SPLITS, CUT, LOOKS, BLOCK,
+        )  # fmt: skip
+
+
+class Prediction(NamedTuple):
+    """Of a gate's `logits` fp32 [S, 1, E] and `bias` fp32 [E], `ids` int32 [n]: the n best experts
+    by biased score, best first, of equals the lowest id; and `margins` fp32 [n]: each one's biased
+    score less the k-th best, k as many as a token picks. n is at most E."""
+
+    logits: torch.Tensor
+    bias: torch.Tensor
+    ids: torch.Tensor
+    margins: torch.Tensor
+
+
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    prediction: Prediction | None = None,
     *,
     scaling: float,
     temperature: float = 1.0,
@@ -82,35 +113,17 @@ def route(
 
     `logits` fp32 [S, T, E], the gate product's shares; `bias` fp32 [E]; `ids` int32 and `weights`
     fp32 [T, k]: the k best, of equals the lowest id, in ascending id; weights divided by (their sum
-    + 1e-20) and times `scaling`.
+    + 1e-20) and times `scaling`. A `prediction`, whose gate has as many experts and shares as far
+    apart, is made at the same time.
     """
     splits, tokens, experts = logits.shape
     picks = ids.shape[1]
-    _route[(tokens,)](
-        logits, logits.stride(0), bias, ids, weights, experts, 1.0 / temperature, scaling,
+    other = prediction or Prediction(logits, bias, ids, weights)
+    looks = max(len(other.ids), picks)
+    _route[(tokens + (prediction is not None),)](
+        logits, logits.stride(0), bias, ids, weights, experts, 1.0 / temperature, scaling, tokens,
+        *other, len(other.ids), looks,
         SPLITS=splits, PICKS=picks, PADDED=triton.next_power_of_2(picks),
-        BLOCK=triton.next_power_of_2(experts), num_warps=4, **PDL,
-    )  # fmt: skip
-
-
-def predict(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    ids: torch.Tensor,
-    margins: torch.Tensor,
-    *,
-    top_k: int,
-) -> None:
-    """The n best experts of one token by biased score, and how far each lies above the cut.
-
-    `logits` fp32 [S, 1, E] of a gate; `ids` int32 [n], best first, of equals the lowest id;
-    `margins` fp32 [n]: the biased score less the `top_k`-th best one. n and `top_k` are at most E.
-    """
-    splits, _, experts = logits.shape
-    count = len(ids)
-    looks = max(count, top_k)
-    _predict[(1,)](
-        logits, logits.stride(0), bias, ids, margins, experts, count, looks,
-        SPLITS=splits, CUT=top_k, PADDED=triton.next_power_of_2(looks),
-        BLOCK=triton.next_power_of_2(experts), num_warps=4, **PDL,
+        BLOCK=triton.next_power_of_2(experts), CUT=picks, LOOKS=triton.next_power_of_2(looks),
+        num_warps=4, **PDL,
     )  # fmt: skip

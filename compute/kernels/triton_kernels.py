@@ -16,8 +16,9 @@ from compute.kernels.indexer import (
     index_queries,
     index_scores,
 )
+from compute.kernels.normed import normed_bf16_matvec, normed_fp8_matvec
 from compute.kernels.norms import finish_query_kv, quantize, rms_norm
-from compute.kernels.router import predict, route
+from compute.kernels.router import route
 
 __all__ = [
     "ask",
@@ -39,8 +40,9 @@ __all__ = [
     "index_scores",
     "mix_dot",
     "mix_finish",
+    "normed_bf16_matvec",
+    "normed_fp8_matvec",
     "post",
-    "predict",
     "quantize",
     "rms_norm",
     "route",

@@ -242,17 +242,29 @@ def test_attention_stays_near_the_recorded_units(case: int) -> None:
     assert_close(out.cpu(), units[f"{case}.exact"][0], 4e-3)
 
 
-@pytest.mark.parametrize(("splits", "experts", "count", "top_k"), [(3, 16, 2, 3), (1, 24, 8, 4)])
+@pytest.mark.parametrize(
+    ("splits", "experts", "count", "top_k"),
+    [(3, 16, 2, 3), (1, 24, 8, 4), wide(10, 384, 6, 6)],
+)
 def test_prediction_names_the_best_experts_and_their_margins(
     splits: int, experts: int, count: int, top_k: int
 ) -> None:
+    # Both gates' logits come from one product.
+    logits = torch.randn(splits, 1, 2 * experts) * 4
+    bias = torch.randn(2, experts)
+    gate, following = logits[:, :, :experts], logits[:, :, experts:]
+    prediction = router.Prediction(
+        following, bias[1], poisoned(count, dtype=torch.int32), poisoned(count, dtype=FP32)
+    )
     got, want = run_both(
-        router.predict, reference.predict,
-        torch.randn(splits, 1, experts) * 4, torch.randn(experts),
-        poisoned(count, dtype=torch.int32), poisoned(count, dtype=FP32), top_k=top_k,
+        router.route, reference.route, gate, bias[0],
+        poisoned(1, top_k, dtype=torch.int32), poisoned(1, top_k, dtype=FP32), prediction,
+        scaling=1.5,
     )  # fmt: skip
     assert torch.equal(got[2], want[2])
-    assert_close(got[3], want[3], 2e-6)
+    assert_close(got[3], want[3], 1e-6)
+    assert torch.equal(got[4].ids, want[4].ids)
+    assert_close(got[4].margins, want[4].margins, 2e-6)
 
 
 @pytest.mark.parametrize("position", [0, 5, 15, 16, 1001, 1_048_575])

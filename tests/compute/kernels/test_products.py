@@ -7,6 +7,7 @@ import torch
 
 from compute.formats import round_trip_fp8
 from compute.kernels import dense, experts, reference
+from compute.kernels import normed as normed_products
 from tests.compute.kernels.comparing import (
     DEVICE,
     assert_close,
@@ -130,6 +131,52 @@ def test_product_put_back_into_streams_equals_product_then_put_back(
     )  # fmt: skip
     assert_same_bf16(got[3], want[3])
     assert_same_bf16(got[7], want[7])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "splits", "normed"),
+    [
+        (48, 160, 3, True),
+        (24, 96, 1, False),
+        wide(1792, 5120, 5, True),
+        wide(1792, 5120, 5, False),
+    ],
+)
+def test_product_with_a_norm_of_its_own_equals_norm_then_product(
+    rows: int, columns: int, splits: int, normed: bool
+) -> None:
+    x, (codes, scales) = (torch.randn(1, columns) * 7).to(torch.bfloat16), fp8_weight(rows, columns)
+    tile = dense.Tile(16, 64, 2) if DEVICE.type == "cpu" else None
+    got, want = run_both(
+        normed_products.normed_fp8_matvec, reference.normed_fp8_matvec,
+        x, torch.rand(columns), codes, scales, poisoned(splits, 1, rows, dtype=torch.float32),
+        poisoned(1, columns) if normed else None, eps=1e-20, options={"tile": tile},
+    )  # fmt: skip
+    # One rounding of the vector moves every row by a step of one of its columns.
+    assert_close(got[4].double().sum(0), want[4].double().sum(0), 2e-3)
+    if normed:
+        assert_same_bf16(got[5], want[5])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "splits"),
+    [(24, 160, 3), (40, 96, 1), wide(768, 5120, 10), wide(384, 5120, 10)],
+)
+def test_gates_norm_their_token_and_leave_it_for_the_experts(
+    rows: int, columns: int, splits: int
+) -> None:
+    x = (torch.randn(1, columns) * 7).to(torch.bfloat16)
+    options = {} if DEVICE.type == "cuda" else {"tile": dense.Tile(16, 32, 2, 2)}
+    got, want = run_both(
+        normed_products.normed_bf16_matvec, reference.normed_bf16_matvec,
+        x, torch.rand(columns), torch.randn(rows, columns).to(torch.bfloat16),
+        poisoned(splits, 1, rows, dtype=torch.float32), poisoned(1, columns),
+        empty_limbs(1, columns), eps=1e-20, options=options,
+    )  # fmt: skip
+    assert_close(got[3].double().sum(0), want[3].double().sum(0), 1e-3)
+    assert_same_grid(got[4], want[4])
+    # The limbs stand for what the round trip gives, bit for bit.
+    assert torch.equal(reference.values_of(got[5]), got[4].float())
 
 
 EXPERT_SIZES = [
