@@ -56,6 +56,10 @@ def test_a_hit_on_the_device_asks_nobody_and_prefill_uses_it() -> None:
         before = dict(rig.experts.counts)
         placed(tier, 2, [1, 4, 9])
         assert rig.experts.counts == before
+        here, addresses = tier.present(2, [1, 4, 7, 9])
+        assert here == [1, 4, 9]
+        assert_bytes(addresses, 2, here)
+        assert tier.present(3, [1])[0] == [] and rig.experts.counts == before
         found = dict(tier.fetch(2, [1, 4, 7, 9]))
         tier.release()
         assert sorted(found) == [1, 4, 7, 9]
