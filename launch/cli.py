@@ -19,6 +19,7 @@ from launch.bench.commands import (
     group_command,
     io_command,
     ipc_command,
+    prefill_command,
     trace_command,
 )
 from launch.chat import chat_command
@@ -79,7 +80,14 @@ cli.add_command(doctor_command)
 cli.add_command(top_command)
 cli.add_command(chat_command)
 cli.add_command(options_command)
-for command in (io_command, ipc_command, group_command, trace_command, decode_command):
+for command in (
+    io_command,
+    ipc_command,
+    group_command,
+    trace_command,
+    decode_command,
+    prefill_command,
+):
     bench.add_command(command)
 
 

@@ -14,8 +14,14 @@ from typing import Any, TypeVar
 import click
 
 from launch.foreground import ended_by_signals
-from launch.ranges import PATH, PIECE, READERS, ROUNDS, SHARE, THREADS, Size
+from launch.options import GroupOptions
+from launch.ranges import COUNT, PATH, PIECE, READERS, ROUNDS, SHARE, THREADS, Size
 from protocol.specs import GRAPHS
+
+ENGINE = GroupOptions(Path())  # its defaults
+KERNELS_SHOWN = 20
+# Names of templates go on for lines.
+KERNEL_NAME_WIDTH = 80
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -241,3 +247,82 @@ def decode_command(
         )
     for row in figures["modes"][chosen[-1]].get("kernels", [])[:20]:
         click.echo(f"{row['us']:9.1f} us {row['calls']:5d} x {row['kernel']}")
+
+
+@click.command("prefill")
+@of_checkpoint
+@click.option(
+    "--device",
+    default=ENGINE.device,
+    show_default=True,
+    help="A torch device; auto: a GPU where there is one.",
+)
+@click.option(
+    "--tokens",
+    "lengths",
+    multiple=True,
+    type=COUNT,
+    help="Length of a prompt; may be given again.  [default: 128, 1024 and 8192; 32 and 128 on a "
+    "CPU]",
+)
+@click.option(
+    "--chunk-tokens",
+    default=ENGINE.chunk_tokens,
+    show_default=True,
+    type=click.IntRange(1, 1 << 16),
+    help="Prompt tokens computed in one pass.",
+)
+@click.option(
+    "--passes",
+    default=5,
+    show_default=True,
+    type=ROUNDS,
+    help="Prefills a figure is the median of, fewer where they take over five seconds.",
+)
+@click.option("--readers", default=4, show_default=True, type=READERS, help="Reader processes.")
+@as_json_option
+def prefill_command(
+    directory: Path,
+    device: str,
+    lengths: tuple[int, ...],
+    chunk_tokens: int,
+    passes: int,
+    readers: int,
+    as_json: bool,
+) -> None:
+    """What a prompt's first pass takes, over the checkpoint in DIR, against what it has to do.
+
+    The floor is the sum over layers of what takes longer, reading its bytes or computing its
+    products, at the rates that this device reaches. Prompts run with every expert on the device,
+    and with every expert in the arena only. All experts must fit on the device and in memory:
+    headrace synth DIR --preset wide --layers 8 --experts 16 has the released widths in 5 GB.
+    """
+    from launch.bench.prefill import run
+
+    with ended_by_signals():
+        figures = run(directory, device, lengths, chunk_tokens, passes, readers)
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    click.echo(
+        f"{figures['device']}: {figures['hbm_gb_s']:.0f} GB/s, {figures['tflops']:.3g} TFLOP/s"
+        + (f", {figures['copy_gb_s']:.1f} GB/s from the host" if figures["copy_gb_s"] else "")
+    )
+    for of in figures["prompts"]:
+        _say_prefill(of)
+
+
+def _say_prefill(of: dict[str, Any]) -> None:
+    memory = f", {of['peak_bytes'] / 1e9:.2f} GB beyond the weights" if of["peak_bytes"] else ""
+    click.echo(
+        f"{of['tokens']} tokens in {of['chunks']} chunks, {of['experts']} experts, "
+        f"{of['bytes'] / 1e9:.3g} GB and {of['flops'] / 1e12:.3g} TFLOP: "
+        f"floor {of['floor_ms']:.2f} ms; {of['resident_ms']:.1f} ms all resident "
+        f"({of['resident_tokens_per_s']:.0f} tokens/s, {of['ratio']:.1f} x floor), "
+        f"{of['from_arena_ms']:.1f} ms from the arena{memory}"
+    )
+    if of["kernels"]:
+        click.echo(f"the device worked {of['device_ms']:.1f} ms of a pass:")
+    for row in of["kernels"][:KERNELS_SHOWN]:
+        name = row["kernel"][:KERNEL_NAME_WIDTH]
+        click.echo(f"{row['us']:11.1f} us {row['share']:6.1%} {row['calls']:6d} x {name}")

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from compute.arena_experts import ArenaExperts
 from compute.decode.arguments import Arguments
 from compute.decode.assembly import AnyDecoder, decoder_over
 from compute.decode.decoder import Decoder
@@ -27,22 +26,20 @@ from compute.decode.step import DecodeStep
 from compute.decode.token import TokenDecoder
 from compute.device_experts import DeviceExperts
 from compute.process import open_device
-from compute.progress import ProgressPage
 from compute.sequence import SequenceState
-from compute.slot_views import slot_views
 from compute.weights import ModelWeights
 from engram_io.local import LocalEngramSource
-from launch.bench.expert_group import ExpertGroup, every_expert
+from launch.bench.device_rates import kernel_table
+from launch.bench.expert_group import every_expert
+from launch.bench.expert_tier import arena_experts, fill
 from launch.bench.group import TensorRows
 from launch.foreground import console
 from protocol import counters
 from protocol.config import ModelConfig
 from protocol.shards import Shards
-from protocol.trace import Tracer
 
 WARM_TOKENS = 4
 DISK_TOKENS = 8  # a token that waits for the disk takes long
-STALL_TIMEOUT_S = 60.0
 PREDICTIONS = 6
 # A from_disk arena holds about what one layer has in hand, so nearly every miss is read.
 SMALL_ARENA_LAYERS = 4
@@ -110,23 +107,10 @@ class DecodeBench:
     def tier(self, arena_slots: int, readers: int) -> Iterator[DeviceExperts]:
         """Every expert on the device, over an arena of so many slots."""
         config = self.config
-        with ExpertGroup(self._checkpoint, slots=arena_slots, readers=readers) as group:
-            arena = ArenaExperts(
-                group.compute,
-                group.directory,
-                ProgressPage(group.progress),
-                slot_views(group.arena, config, self._device),
-                Tracer("bench"),
-                stall_timeout=STALL_TIMEOUT_S,
-                verify_slots=False,
-            )
+        with arena_experts(self._checkpoint, self._device, arena_slots, readers) as arena:
             # What is missing comes into slots of its own, so that nothing else has to go.
             tier = DeviceExperts(arena, config, self._device, self.every + self._spare)
-            for layer in range(config.num_hidden_layers):
-                for first in range(0, config.n_routed_experts, config.num_experts_per_tok):
-                    last = min(first + config.num_experts_per_tok, config.n_routed_experts)
-                    tier.place(layer, range(first, last))
-                    tier.release()
+            fill(tier, config)
             yield tier
             self._synchronize()
 
@@ -211,13 +195,7 @@ class DecodeBench:
             any(call in event.name for call in ("Launch", "MemcpyAsync", "MemsetAsync"))
             for event in seen.events() or []
         )
-        rows = [
-            {"kernel": of.key, "calls": of.count, "us": of.self_device_time_total}
-            for of in seen.key_averages()
-            if of.self_device_time_total and not of.key.startswith(("aten::", "cu"))
-        ]
-        rows.sort(key=lambda row: -row["us"])
-        return launches, rows
+        return launches, kernel_table(seen)
 
     def _synchronize(self) -> None:
         if self.on_gpu:

@@ -72,6 +72,12 @@ def prefill_work(config: ModelConfig, tokens: int, distinct: Sequence[int]) -> l
     return [*work, {HEAD: head_work(config, tokens)}]
 
 
+def by_part(work: Sequence[Parts]) -> dict[str, Work]:
+    """Sums over layers and head."""
+    names = dict.fromkeys(name for parts in work for name in parts)
+    return {name: total(parts[name] for parts in work if name in parts) for name in names}
+
+
 def floor_seconds(work: Sequence[Parts], bytes_per_s: float, flops_per_s: float) -> float:
     """Sum over layers and head of max(bytes / bandwidth, operations / rate): within a layer reading
     hides behind computing or the other way round, and a layer needs what the one before gives."""
