@@ -1,12 +1,12 @@
 """Attention of one or a few queries over their window and their chosen compressed rows, in one
 softmax.
 
-Owns three kernels. The first two take 16 heads and one block of slots a program, so that a few
-heads fill a GPU: one scores, one weighs the values. The third adds the blocks in fixed order,
-brings in the sink and rotates the result back.
+Owns two kernels. One scores 16 heads and a block of slots a program, so that a few heads fill a
+GPU. The other weighs the values, 16 heads and a slice of their columns a program: it adds the
+blocks in order, brings in the sink and rotates the result back.
 
 Probabilities are rounded to bf16 relative to the greatest score of all blocks up to their own, as
-the model does. Scoring apart makes that known to blocks that run at the same time.
+the model does. Scoring apart makes that known without one block waiting for another.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from compute.kernels.numeric import (
 
 #: Heads a program takes: the least rows of a tensor-core tile.
 HEADS = 16
-#: Rows a program takes.
+#: Rows a block has.
 ROWS = 64
+#: Columns of the values a program takes, and blocks whose loads it has under way at once.
+COLUMNS = 32
+TOGETHER = 5
 
 
 @triton.jit
@@ -94,73 +97,74 @@ def _attend_scores(
 @triton.jit
 def _attend_values(
     window, window_index, window_slots, compressed, chosen, chosen_slots,
-    scores, greatest, out, origin, denominator, heads, blocks,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    scores, greatest, sink, cos, sin, out, heads, blocks,
+    D: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    release_next()
-    wait_for_previous()
-    block, token = tl.program_id(0), tl.program_id(2)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, BLOCK_D)
-    rows, seen = _slot_rows(
-        block, token, window, window_index, window_slots, compressed, chosen, chosen_slots, D, ROWS
-    )
-    kv = tl.load(
-        rows[:, None] + column[None, :], mask=seen[:, None] & (column < D)[None, :], other=0.0
-    )
-    place = (token * blocks + block) * heads + head
+    token = tl.program_id(2)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = head < heads
     slot = tl.arange(0, ROWS)
-    score = tl.load(
-        scores + place[:, None] * ROWS + slot[None, :],
-        mask=(head < heads)[:, None],
-        other=float("-inf"),
-    )
-    earlier = tl.arange(0, BLOCKS)
-    tops = tl.load(
-        greatest + (token * blocks + earlier)[None, :] * heads + head[:, None],
-        mask=(earlier <= block)[None, :] & (head < heads)[:, None],
-        other=float("-inf"),
-    )
-    top = tl.max(tops, axis=1)
-    probability = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    value = _scores_dot(as_bf16(probability), kv)
-    tl.store(origin + place, top, mask=head < heads)
-    tl.store(denominator + place, tl.sum(probability, axis=1), mask=head < heads)
-    here = (head < heads)[:, None] & (column < D)[None, :]
-    tl.store(out + place[:, None] * D + column[None, :], value, mask=here)
-
-
-@triton.jit
-def _combine(
-    partials, origin, denominator, sink, cos, sin, out, heads, blocks,
-    D: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
     release_next()
     wait_for_previous()
-    head = tl.program_id(0)
-    token = tl.program_id(1)
-    block = tl.arange(0, BLOCKS)
-    there = block < blocks
-    place = (token * blocks + block) * heads + head
-    top = tl.load(origin + place, mask=there, other=float("-inf"))
-    sunk = tl.load(sink + head).to(tl.float32)
-    most = tl.maximum(tl.max(top, axis=0), sunk)
-    share = tl.exp(top - most)
-    total = tl.sum(tl.load(denominator + place, mask=there, other=0.0) * share, axis=0)
-    share = share / (total + tl.exp(sunk - most))
-    column = tl.arange(0, BLOCK_D)
-    mask = there[:, None] & (column < D)[None, :]
-    tail = mask & (column >= D - ROTATED)[None, :]
-    at = place[:, None] * D
-    y = tl.load(partials + at + column[None, :], mask=mask, other=0.0)
-    partner = tl.load(partials + at + (column ^ 1)[None, :], mask=tail, other=0.0)
-    y = to_bf16(tl.sum(y * share[:, None], axis=0))
-    partner = to_bf16(tl.sum(partner * share[:, None], axis=0))
-    angle = token * (ROTATED // 2)
-    # The inverse rotation: the partner's part with its sign turned.
-    y = rotate_pairs(y, -partner, column, D - ROTATED, D, cos + angle, sin + angle)
-    tl.store(out + (token * heads + head) * D + column, as_bf16(y), mask=column < D)
+    every = tl.arange(0, BLOCKS)
+    most = tl.load(
+        greatest + (token * blocks + every)[None, :] * heads + head[:, None],
+        mask=(every < blocks)[None, :] & there[:, None],
+        other=float("-inf"),
+    )
+    sunk = tl.load(sink + head, mask=there, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.max(most, axis=1), sunk)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.exp(sunk - most)
+    y = tl.zeros((HEADS, COLUMNS), tl.float32)
+    for first in range(0, blocks, TOGETHER):
+        # All loads of some blocks first: what follows has barriers, which no load passes.
+        values, weights, tops = (), (), ()
+        for i in tl.static_range(TOGETHER):
+            block = first + i
+            rows, seen = _slot_rows(
+                block, token, window, window_index, window_slots, compressed, chosen, chosen_slots,
+                D, ROWS,
+            )  # fmt: skip
+            place = (token * blocks + block) * heads + head
+            # None of a block behind the last.
+            here = there & (head < (blocks - block) * heads)
+            values += (
+                tl.load(
+                    rows[:, None] + column[None, :],
+                    mask=seen[:, None] & (column < D)[None, :],
+                    other=0.0,
+                ),
+            )
+            weights += (
+                tl.load(
+                    scores + place[:, None] * ROWS + slot[None, :],
+                    mask=here[:, None],
+                    other=float("-inf"),
+                ),
+            )
+            tops += (tl.load(greatest + place, mask=here, other=float("-inf")),)
+        for i in tl.static_range(TOGETHER):
+            top = tl.maximum(top, tops[i])
+            # -inf as long as no slot of any block is there.
+            origin = tl.where(top == float("-inf"), 0.0, top)
+            probability = tl.exp(weights[i] - origin[:, None])
+            share = tl.exp(top - most)
+            total += tl.sum(probability, axis=1) * share
+            y += _scores_dot(as_bf16(probability), values[i]) * share[:, None]
+    y = to_bf16(y / total[:, None])
+    even, odd = tl.split(tl.reshape(y, (HEADS, COLUMNS // 2, 2)))
+    # The inverse rotation of the tail: the partner's part with its sign turned.
+    pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2) - (D - ROTATED) // 2
+    turned = (pair >= 0) & (pair < ROTATED // 2)
+    angle = token * (ROTATED // 2) + pair
+    c = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
+    y = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (HEADS, COLUMNS))
+    at = (token * heads + head)[:, None] * D + column[None, :]
+    tl.store(out + at, as_bf16(y), mask=there[:, None] & (column < D)[None, :])
 
 
 def attention_blocks(slots: int) -> int:
@@ -170,24 +174,16 @@ def attention_blocks(slots: int) -> int:
 
 
 class AttentionScratch(NamedTuple):
-    """What `attend` writes on the way, fp32, with B = `attention_blocks` of all slots: `partials`
-    [T, B, heads, D], `scores` [T, B, heads, 64], `greatest`, `origin` and `denominator` [T, B,
-    heads]."""
+    """What `attend` writes on the way, fp32, with B = `attention_blocks` of all slots: `scores`
+    [T, B, heads, 64] and `greatest` [T, B, heads]."""
 
-    partials: torch.Tensor
     scores: torch.Tensor
     greatest: torch.Tensor
-    origin: torch.Tensor
-    denominator: torch.Tensor
 
     @classmethod
-    def empty(
-        cls, tokens: int, slots: int, heads: int, width: int, device: torch.device
-    ) -> AttentionScratch:
+    def empty(cls, tokens: int, slots: int, heads: int, device: torch.device) -> AttentionScratch:
         shape = (tokens, attention_blocks(slots), heads)
-        return cls(
-            *(torch.empty(*shape, *more, device=device) for more in ((width,), (ROWS,), (), (), ()))
-        )
+        return cls(torch.empty(*shape, ROWS, device=device), torch.empty(shape, device=device))
 
 
 def attend(
@@ -215,18 +211,13 @@ def attend(
     padded = triton.next_power_of_2(width)
     rotated = 2 * cos.shape[1]
     rows = (window, window_index, near, compressed, chosen, far)
-    grid = (blocks, triton.cdiv(heads, HEADS), tokens)
-    several = triton.next_power_of_2(blocks)
-    _attend_scores[grid](
-        q, cos, sin, *rows, scratch.scores, scratch.greatest, heads, blocks, width**-0.5,
+    groups = triton.cdiv(heads, HEADS)
+    _attend_scores[(blocks, groups, tokens)](
+        q, cos, sin, *rows, *scratch, heads, blocks, width**-0.5,
         D=width, ROTATED=rotated, BLOCK_D=padded, HEADS=HEADS, ROWS=ROWS, num_warps=4, **PDL,
     )  # fmt: skip
-    _attend_values[grid](
-        *rows, scratch.scores, scratch.greatest, scratch.partials, scratch.origin,
-        scratch.denominator, heads, blocks, D=width, BLOCK_D=padded, HEADS=HEADS, ROWS=ROWS,
-        BLOCKS=several, num_warps=4, **PDL,
-    )  # fmt: skip
-    _combine[(heads, tokens)](
-        scratch.partials, scratch.origin, scratch.denominator, sink, cos, sin, out, heads, blocks,
-        D=width, ROTATED=rotated, BLOCK_D=padded, BLOCKS=several, num_warps=4, **PDL,
+    _attend_values[(groups, triton.cdiv(width, COLUMNS), tokens)](
+        *rows, *scratch, sink, cos, sin, out, heads, blocks,
+        D=width, ROTATED=rotated, HEADS=HEADS, ROWS=ROWS, COLUMNS=COLUMNS,
+        BLOCKS=triton.next_power_of_2(blocks), TOGETHER=min(blocks, TOGETHER), num_warps=4, **PDL,
     )  # fmt: skip
