@@ -99,12 +99,13 @@ def _rotate_tail(
     pair = tl.arange(0, ROTATED // 2)
     c = tl.load(cos + token * (ROTATED // 2) + pair)[None, :]
     s = tl.load(sin + token * (ROTATED // 2) + pair)[None, :] * sign
-    mask = (head < heads)[:, None] & (pair >= 0)[None, :]
-    even = x + ((token * heads + head) * D + D - ROTATED)[:, None] + 2 * pair[None, :]
-    a = tl.load(even, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(even + 1, mask=mask, other=0.0).to(tl.float32)
-    tl.store(even, as_bf16(a * c - b * s), mask=mask)
-    tl.store(even + 1, as_bf16(a * s + b * c), mask=mask)
+    column = tl.arange(0, ROTATED)
+    at = x + ((token * heads + head) * D + D - ROTATED)[:, None] + column[None, :]
+    mask = (head < heads)[:, None] & (column >= 0)[None, :]
+    pairs = tl.reshape(tl.load(at, mask=mask, other=0.0), (HEADS, ROTATED // 2, 2))
+    a, b = tl.split(pairs.to(tl.float32))
+    turned = tl.join(a * c - b * s, a * s + b * c)
+    tl.store(at, as_bf16(tl.reshape(turned, (HEADS, ROTATED))), mask=mask)
 
 
 def rotate_tail(x: torch.Tensor, by: Rotation, *, inverse: bool = False) -> torch.Tensor:

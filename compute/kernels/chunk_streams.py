@@ -53,7 +53,8 @@ def _mix_sums(
             rest = f - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            dots = tl.dot(s, high, tl.dot(s, middle, tl.dot(s, low, dots)))
+            # Not summed up there: tensor cores cut off what an addition shifts out.
+            dots += tl.dot(s, high, tl.dot(s, middle, tl.dot(s, low)))
         s = s.to(tl.float32)
         squares += tl.sum(s * s, axis=1)
     # The sum after the mixes is that of the squares.

@@ -173,17 +173,29 @@ def golden_ties() -> Iterator[TieGuide]:
     """Break ties at a cut as the golden run did; pass the guide on as (part of) the observer."""
     guide = TieGuide()
     choose, blocks, top = indexer.choose_rows, indexer.candidate_blocks, indexer.top_positions
+    kernels = indexer.chunk_kernels
     preferred: list[torch.Tensor] = []
+
+    @contextmanager
+    def in_torch() -> Iterator[None]:
+        # A kernel has its own rule for ties and would not ask for another's.
+        indexer.chunk_kernels = lambda device: None
+        try:
+            yield
+        finally:
+            indexer.chunk_kernels = kernels
 
     def choose_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
         preferred[:] = [guide.chosen_rows(scores.shape[1])]
-        return choose(scores, k)
+        with in_torch():
+            return choose(scores, k)
 
     def candidate_blocks(
         scores: torch.Tensor, visible: torch.Tensor, block_size: int, keep: int
     ) -> torch.Tensor:
         preferred[:] = [guide.candidate_blocks(-(-scores.shape[1] // block_size))]
-        return blocks(scores, visible, block_size, keep)
+        with in_torch():
+            return blocks(scores, visible, block_size, keep)
 
     def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
         order = scores.double().unique()  # equal scores share a rank; no rounding in between
