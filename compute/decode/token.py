@@ -110,8 +110,9 @@ class TokenDecoder(SingleTokens):
 
     def _look_up(self, layer: int) -> None:
         b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._slots[layer]
-        # A kernel ends once the host has what it wrote, which nobody need wait for.
-        with self.step.beside():
+        # A kernel ends once the host has what it wrote, which nobody need wait for; and the host
+        # shall not wait for the shared expert.
+        with self.step.beside(1):
             k.tell(b.routed, b.tag, slots, mailbox.records[layer], layer=layer, picks=self._picks)
         k.ask(
             b.ids.view(-1), b.tag, b.given_up, slots, self._tier.first_slot, mailbox.status,
@@ -123,6 +124,7 @@ class TokenDecoder(SingleTokens):
         """Run the kernels that eager tokens do without, on a token that waits for nothing."""
         self.step.buffers.given_up.fill_(1)
         self._look_up(0)
+        self.step.join()
         self._warm = True
 
     def _serve(self) -> None:

@@ -131,21 +131,22 @@ def _attend_values(
             place = (token * blocks + block) * heads + head
             # None of a block behind the last.
             here = there & (head < (blocks - block) * heads)
-            values += (
+            values += (  # type: ignore[assignment]
                 tl.load(
                     rows[:, None] + column[None, :],
                     mask=seen[:, None] & (column < D)[None, :],
                     other=0.0,
                 ),
             )
-            weights += (
+            weights += (  # type: ignore[assignment]
                 tl.load(
                     scores + place[:, None] * ROWS + slot[None, :],
                     mask=here[:, None],
                     other=float("-inf"),
                 ),
             )
-            tops += (tl.load(greatest + place, mask=here, other=float("-inf")),)
+            top_here = tl.load(greatest + place, mask=here, other=float("-inf"))
+            tops += (top_here,)  # type: ignore[assignment]
         for i in tl.static_range(TOGETHER):
             top = tl.maximum(top, tops[i])
             # -inf as long as no slot of any block is there.
