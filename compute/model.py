@@ -25,7 +25,7 @@ from compute.layers.moe import (
     routed_experts,
     shared_expert,
 )
-from compute.predictor import NO_FITTED_GATES, FittedGates, predict
+from compute.predictor import NO_FITTED_GATES, FittedGates, before_attention, predict
 from compute.rope import Rope
 from compute.route_recorder import RouteRecorder
 from compute.sequence import SequenceState
@@ -33,7 +33,7 @@ from compute.sources import EngramSource, ExpertSource, NullTracer, Tracer
 from compute.weights import MixWeights, ModelWeights
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
-from protocol.route_trace import MOE
+from protocol.route_trace import MOE, STREAM
 
 if TYPE_CHECKING:
     # Triton, which its kernels are written in, need not be there where no GPU is.
@@ -58,10 +58,11 @@ class Model:
     index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
     `predictions` is how many experts of a later layer are named for each token, of each of the next
     `ahead` layers: the next one's before this layer's experts are asked for, farther ones' after,
-    so that no miss waits for them. `routes` is shown
-    every pass where a route trace is wanted. `fitted` gates name them where there are some, else
-    the layers' own do. A pass over a single token goes through `decoder`, if there is one. A new
-    state has room for `capacity` tokens before anything of it moves.
+    so that no miss waits for them. `early` names a layer's own once more before its attention, in a
+    pass over few tokens. `routes` is shown every pass where a route trace is wanted. `fitted` gates
+    name them where there are some, else the layers' own do. A pass over a single token goes through
+    `decoder`, if there is one. A new state has room for `capacity` tokens before anything of it
+    moves.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Model:
         reference_index_keys: bool = False,
         predictions: int | None = None,
         ahead: int = 1,
+        early: bool = True,
         routes: RouteRecorder | None = None,
         fitted: FittedGates = NO_FITTED_GATES,
         decoder: AnyDecoder | None = None,
@@ -94,6 +96,9 @@ class Model:
         self._capacity = capacity
         self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
         self._ahead = ahead if self._predictions else 0
+        self._early = early and self._predictions > 0
+        # The last layer routed, and its picks.
+        self._routed: tuple[int, list[int]] = (-1, [])
         self._rope = Rope(config, self.device)
         self._attention = [
             Attention(
@@ -217,6 +222,7 @@ class Model:
             mixes = self._mixes(streams, weights.attention_mix)
             if self._routes is not None:
                 self._routes.entered(layer, streams, mixes)
+            self._foretell(layer, streams, mixes)
             x = collapse_norm(streams, pre, weights.attention_norm, eps)
             y = self.attention(layer, x, chunk, state)
             streams = write_back(y, streams, mixes)
@@ -258,6 +264,23 @@ class Model:
         eps = (config.rms_norm_eps, config.hc_eps)
         return hyper_connections.mixes(streams, weights, *eps, config.hc_sinkhorn_iters)
 
+    def _foretell(self, layer: int, streams: torch.Tensor, mixes: Mixes) -> None:
+        """Name `layer`'s likely experts by all that is known before its attention, whose time their
+        reads then have. The layer before has named them too, knowing less."""
+        config, weights = self.config, self._weights.layers[layer]
+        k, (before, picks) = config.num_experts_per_tok, self._routed
+        # Where a layer may pick every expert there is nothing to foretell; nor has anybody routed
+        # before the first.
+        few = len(streams) * k < config.n_routed_experts
+        if not (self._early and few and layer and before == layer - 1):
+            return
+        x = before_attention(streams, mixes, weights.ffn_norm, config.rms_norm_eps)
+        gate = self._fitted.gate(STREAM, 1, layer, weights.gate)
+        said = predict(x, gate.weights, k, self._predictions * len(x))
+        values = torch.cat((said.experts.double(), gate.scores(said.margins).double())).tolist()
+        named = [int(value) for value in values[: len(said.experts)]]
+        self._experts.hint(before, picks, layer, named, values[len(named) :])
+
     def _route(self, layer: int, x: torch.Tensor) -> tuple[Routing, list[int], list[_LayerHint]]:
         """Choose `layer`'s experts and name later layers' likely ones, in one read-back; publish
         the next layer's, and return those to be published of farther ones.
@@ -286,6 +309,7 @@ class Model:
             at = end
         nearest, *farther = hints or [_LayerHint(layer, chosen, None, [], [])]
         self._experts.hint(*nearest)
+        self._routed = layer, chosen
         return routing, counts, farther
 
     def _experts_product(

@@ -15,9 +15,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from compute.layers.hyper_connections import Mixes, collapse, write_back
+from compute.layers.hyper_connections import Mixes, collapse_norm
 from compute.layers.moe import gate_scores
-from compute.layers.norm import rms_norm
 from compute.weights import GateWeights
 from protocol.errors import CheckpointError
 
@@ -48,11 +47,12 @@ def before_attention(
 ) -> torch.Tensor:
     """bf16 [T, D]: a layer's MoE input if its attention added nothing to `streams` [T, hc, D].
 
-    `mixes` are its attention's, made from the same streams. How the streams are carried over and
-    collapsed is exact; only the attention's own output is missing.
+    `mixes` are its attention's, made from the same streams. Writing nothing back and collapsing
+    what was carried over is one mix of the streams, comb times pre; only the attention's own output
+    is missing.
     """
-    nothing = streams.new_zeros(streams.shape[0], streams.shape[2])
-    return rms_norm(collapse(write_back(nothing, streams, mixes), mixes.pre), ffn_norm, eps)
+    carried = torch.bmm(mixes.comb, mixes.pre.unsqueeze(-1)).squeeze(-1)
+    return collapse_norm(streams, carried, ffn_norm, eps)
 
 
 Margins = TypeVar("Margins", float, torch.Tensor)

@@ -259,6 +259,7 @@ def _assemble(
             tracer=tracer,
             predictions=spec.predict,
             ahead=spec.predict_ahead,
+            early=spec.predict_early,
             routes=routes,
             fitted=fitted,
             # A recorder is shown what only the torch path has at hand.

@@ -47,6 +47,11 @@ _OPTIONS = (
         help="How many layers ahead experts are predicted, 1 to 3: farther pays on slow disks.",
     ),
     _option(
+        "--predict-early/--no-predict-early",
+        key="predict_early",
+        help="Predict a layer's experts once more before its attention; a GPU's decode does not.",
+    ),
+    _option(
         "--policy",
         key="policy",
         type=click.Choice(sorted(POLICIES)),

@@ -27,8 +27,9 @@ class GroupOptions:
     `slots`, `cache_bytes` or `cache_share` (of all experts) size the arena, the first one given;
     none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
     where the machine does not allow it) or `off`. `predict` experts of each of the next
-    `predict_ahead` layers are published and at most `predicted_in_flight` are read ahead at once; 0
-    turns prefetch off.
+    `predict_ahead` layers are published, of each layer once more before its attention where
+    `predict_early` is set, and at most `predicted_in_flight` are read ahead at once; 0 turns
+    prefetch off.
     `graphs` and `device_cache` matter on a GPU: how decode steps are launched, and bytes of its
     memory for experts (None: what is free).
     `kept_bytes` bound the sequence states that let a request continue an earlier one;
@@ -52,6 +53,7 @@ class GroupOptions:
     policy: str = DEFAULT_POLICY
     predict: int = 6
     predict_ahead: int = 1
+    predict_early: bool = True
     predicted_in_flight: int = 2
     engram_reads: int = 128
     engram_cache_bytes: int = 64 << 20

@@ -186,6 +186,7 @@ class Wiring:
             # What nobody will read need not be foretold.
             predict=options.predict if options.predicted_in_flight else 0,
             predict_ahead=options.predict_ahead,
+            predict_early=options.predict_early,
             stall_timeout=options.stall_timeout,
             threads=options.threads,
             verify_slots=options.verify_slots,

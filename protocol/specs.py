@@ -95,8 +95,8 @@ class ComputeSpec(Message):
     the tokens of a sequence, `kept_bytes` the sequence states kept for requests that begin alike
     (0: none); `snapshot_dir` keeps them on disk too, within `snapshot_bytes` ("": not at all).
     `predict` is how many experts of each of the next `predict_ahead` layers are published (0:
-    none). `stall_timeout` seconds bound every wait for experts or rows. `threads` is torch's own
-    count (0: its default).
+    none), with `predict_early` also of each layer before its attention. `stall_timeout` seconds
+    bound every wait for experts or rows. `threads` is torch's own count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
     so that it is copied from without a detour. On a GPU `graphs` says how decode steps are launched
     (off, on, token, oracle), and `device_cache_bytes` how much device memory holds experts (0:
@@ -119,6 +119,7 @@ class ComputeSpec(Message):
     snapshot_bytes: int
     predict: int
     predict_ahead: int
+    predict_early: bool
     stall_timeout: float
     threads: int
     verify_slots: bool

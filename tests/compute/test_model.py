@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
+from compute.layers.hyper_connections import collapse, write_back
 from compute.layers.moe import route
+from compute.layers.norm import rms_norm
 from compute.predictor import predict
 from compute.resident import ResidentExperts
 from compute.sources import ExpertBytes
@@ -94,7 +96,7 @@ def test_the_answer_is_the_same_bits_whatever_arrives_first() -> None:
 
 def test_the_prediction_is_the_next_gate_on_this_input_best_first() -> None:
     source, capture = WatchedExperts(), Capture()
-    mini = Mini(source=source, observe=capture)
+    mini = Mini(source=source, observe=capture, early=False)
     state = mini.model.new_state()
     mini.run(TOKENS, state, 0, 36, every=False)
     source.hints.clear()
@@ -127,6 +129,46 @@ def test_farther_layers_are_predicted_once_what_misses_has_been_asked_for() -> N
             x = capture[f"layers.{layer}.ffn_in"]
             said = predict(x, layers[target].gate, config().num_experts_per_tok, len(predicted))
             assert (predicted, scores) == (said.experts.tolist(), said.margins.tolist())
+
+
+def test_a_layer_is_foretold_once_more_before_its_attention_by_the_stream() -> None:
+    source = WatchedExperts()
+
+    def observe(name: str, layer: int, tensor: torch.Tensor) -> None:
+        if name in ("stream_in", "attn_out"):
+            source.calls.append(f"{name} {layer}")
+            seen[name, layer] = tensor
+
+    seen: dict[tuple[str, int], torch.Tensor] = {}
+    mini = Mini(source=source, observe=observe)
+    state = mini.model.new_state()
+    mini.run(TOKENS, state, 0, 36, every=False)
+    # A pass that may pick every expert of a layer foretells nothing of it.
+    before = [call for call in source.calls if call.startswith(("hint", "stream_in"))]
+    layers = harness.weights().layers
+    assert before == [c for n in range(len(layers)) for c in (f"stream_in {n}", f"hint {n}")]
+    source.calls.clear()
+    source.hints.clear()
+    mini.run(TOKENS, state, 36, 37, every=False)
+    expected = []
+    for n in range(len(layers)):
+        early = [f"hint {n - 1}"] if n else []
+        routed = [f"attn_out {n}", f"hint {n}", f"fetch {n}", "release"]
+        expected += [f"stream_in {n}", *early, *routed]
+    assert source.calls == expected
+    eps, k = config().rms_norm_eps, config().num_experts_per_tok
+    for layer in range(1, len(layers)):
+        weights, streams = layers[layer], seen["stream_in", layer]
+        # The layer before, with its picks, now says this of the layer at hand.
+        before_it, picks, target, predicted, scores = source.hints[2 * layer - 1]
+        assert (before_it, picks, target) == (layer - 1, source.fetched[layer - 1], layer)
+        made = mini.model._mixes(streams, weights.attention_mix)
+        carried = write_back(torch.zeros(1, streams.shape[2]), streams, made)
+        x = rms_norm(collapse(carried, made.pre), weights.ffn_norm, eps)
+        said = predict(x, weights.gate, k, 2 * k)
+        # Collapsed in two steps, and rounded between them.
+        assert len(set(predicted[:k]) & set(said.experts[:k].tolist())) >= k - 1
+        assert scores == pytest.approx(said.margins.tolist(), abs=0.02)
 
 
 def test_a_chunk_predicts_exactly_the_experts_its_tokens_would_pick() -> None:

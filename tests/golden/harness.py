@@ -111,6 +111,7 @@ class Mini:
         source: ExpertSource | None = None,
         reference_index_keys: bool = True,
         ahead: int = 1,
+        early: bool = True,
     ) -> None:
         self.engram = TableEngram()
         self.model = Model(
@@ -121,6 +122,7 @@ class Mini:
             observe=observe,
             reference_index_keys=reference_index_keys,
             ahead=ahead,
+            early=early,
         )
 
     def run(
