@@ -165,7 +165,8 @@ class PrefillBench:
         """`device_ms`, the sum of a prefill's kernels, and those by time; none on a CPU."""
         if self._device.type != "cuda":
             return {"device_ms": None, "kernels": []}
-        seen = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        seen = torch.profiler.profile(activities=activities, acc_events=True)
         self._prefill(prompt, seen)
         rows = kernel_table(seen)
         return {"device_ms": sum(row["us"] for row in rows) / 1000, "kernels": rows}
@@ -195,6 +196,7 @@ def run(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "chunk_tokens": chunk_tokens,
+        "passes": passes,
         "hbm_gb_s": rates[0] / 1e9,
         "tflops": rates[1] / 1e12,
         "prompts": [],

@@ -35,6 +35,7 @@ from launch import cli
         ("bench io DIR --piece 0", "0 is not from 4096 to 1073741824 bytes"),
         ("bench group DIR --threads 0", "0 is not in the range 1<=x<=1024"),
         ("bench decode DIR --missing nan", "nan is not a finite number"),
+        ("bench prefill DIR --tokens 0", "0 is not in the range 1<=x<="),
         ("simulate X --latency inf", "inf is not in the range 0.0<=x<=3600.0"),
         ("simulate X --bandwidth 0", "0 is not from 1 to"),
         ("synth DIR --seed -1", "-1 is not in the range"),
