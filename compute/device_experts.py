@@ -8,9 +8,10 @@ arena about as fast as its own memory (`in_place`), the arena alone serves.
 Which slot to give up is decided as in the arena, by recency with a random victim among the oldest:
 a cycle of slightly more experts than fit would otherwise miss every time.
 
-A token that runs as one graph looks experts up on the device, in a copy of `table` made as it
-begins. So while it runs only slots of layers it has passed are given up, or such as `make_room`
-left free, and `bring` waits for nothing that runs.
+The device looks experts up by itself in `slots`, a table that is sent to it as a token begins. What
+it says of a layer holds until the layer is placed, unless an expert was given up; the host knows.
+While a token runs as one graph, only slots of layers it has passed are given up, or such as
+`make_room` left free, and `bring` waits for nothing that runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +56,16 @@ class HoldingSource(ExpertSource, Protocol):
     def read_until(self, event: torch.cuda.Event) -> None:
         """The device reads slots held now until `event`, which has been recorded."""
         ...
+
+
+class DeviceSlots(NamedTuple):
+    """Where the device finds experts by itself: `of` int32 [layers, experts], an expert's slot, -1
+    where it has none; `first` int64 [6]: where the tensors of slot 0 lie, in the kernels' order,
+    those of others `slot_bytes` apart each."""
+
+    of: torch.Tensor
+    first: torch.Tensor
+    slot_bytes: int
 
 
 class DeviceExperts:
@@ -96,13 +107,16 @@ class DeviceExperts:
         self._spare = max(config.num_experts_per_tok, min(layers, slots // 8))
         self._random = random.Random(seed)
         self._on_gpu = device.type == "cuda"
-        #: int32 [layers, experts] on the host: an expert's slot, -1 where it has none.
-        self.table = torch.full(
+        # An expert's slot, -1 where it has none; and what the device knows of it.
+        self._host_table = torch.full(
             (layers, config.n_routed_experts), -1, dtype=torch.int32, pin_memory=self._on_gpu
         )
-        self._table = self.table.numpy()
-        #: int64 [6]: where the tensors of slot 0 lie, in the kernels' order.
-        self.first_slot = torch.tensor(self._addresses[0], device=device)
+        self._table = self._host_table.numpy()
+        self.slots = DeviceSlots(
+            torch.full_like(self._host_table, -1, device=device),
+            torch.tensor(self._addresses[0], device=device),
+            self._slots.shape[1],
+        )
         if self._on_gpu:
             self._copying = torch.cuda.Stream(device)
         self.counts = {counters.DEVICE_HITS: 0.0, counters.DEVICE_COPIES: 0.0}
@@ -110,7 +124,11 @@ class DeviceExperts:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one expert."""
-        return self._slots.shape[1]
+        return self.slots.slot_bytes
+
+    def send_slots(self) -> None:
+        """Put into `slots` what lies where, before a token, on the current stream."""
+        self.slots.of.copy_(self._host_table, non_blocking=True)
 
     def hide(self, keys: Iterable[Key]) -> dict[Key, int]:
         """Take those of `keys` that are here for absent until `show`: for measuring misses."""
@@ -135,15 +153,16 @@ class DeviceExperts:
         """How many experts lie in device memory."""
         return len(self._slot_of)
 
-    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
-        keys = [(layer, expert) for expert in experts]
-        slots = [self._slot_of.get(key, -1) for key in keys]
-        if -1 in slots:
-            return None
-        for key in keys:
-            self._slot_of.move_to_end(key)
-        self.counts[counters.DEVICE_HITS] += len(keys)
-        return self._addresses[slots]
+    def holds(self, layer: int, experts: Sequence[int]) -> bool:
+        """Whether all of them lie in device memory, where the device finds them by itself."""
+        slot_of = self._slot_of
+        return all((layer, expert) in slot_of for expert in experts)
+
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        """Note that a token reads `experts`, which are held."""
+        for expert in experts:
+            self._slot_of.move_to_end((layer, expert))
+        self.counts[counters.DEVICE_HITS] += len(experts)
 
     def place(self, layer: int, experts: Sequence[int]) -> Addresses:
         return self._bring(layer, experts, running=False)

@@ -46,9 +46,6 @@ class ResidentExperts:
         held = self._layers[layer]
         return np.array([[part.data_ptr() for part in held[expert]] for expert in experts])
 
-    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
-        return self.place(layer, experts)
-
     def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
         return list(experts), self.place(layer, experts)
 

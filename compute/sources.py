@@ -87,10 +87,6 @@ class PlacedExperts(ExpertSource, Protocol):
         """
         ...
 
-    def placed(self, layer: int, experts: Sequence[int]) -> Addresses | None:
-        """As `place` where all of them are there already and nobody need be asked, else None."""
-        ...
-
     def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
         """Those of `experts` that are there already, and their addresses as `place` gives them.
 

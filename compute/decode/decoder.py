@@ -1,8 +1,9 @@
 """One token through the kernels, with the host's part of every layer between their launches.
 
-Owns the order of host and device: a layer's picks are read back, the experts are asked for, their
-addresses are handed down, and everything up to the next layer's picks is launched. What is launched
-at once is a segment: a token has one more than the model has layers.
+Owns the order of host and device: a layer's picks are read back, those that the device does not
+find by itself are asked for and their addresses handed down, and everything up to the next layer's
+picks is launched. What is launched at once is a segment: a token has one more than the model has
+layers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from compute.decode.graphs import SegmentRunner
 from compute.decode.step import DecodeStep
+from compute.device_experts import DeviceExperts
 from compute.sequence import SequenceState
 from compute.sources import EngramSource, NullTracer, PlacedExperts, Tracer
 
@@ -72,11 +74,14 @@ class Decoder(SingleTokens):
         self._layers = config.num_hidden_layers
         self._picks = config.num_experts_per_tok
         self._pinned = buffers.routed.is_cuda
+        # Where the device finds experts by itself, as long as all of a layer's are there.
+        self._tier = experts if isinstance(experts, DeviceExperts) else None
         # Written by the host before a segment that reads it is launched, read back after one.
         self.inputs = self._on_host(buffers.inputs)
         self.rows = self._on_host(buffers.engram)
         self._table = self._on_host(buffers.table)
         self._routed = self._on_host(buffers.routed)
+        self._input_words, self._routed_words = self.inputs.numpy(), self._routed.numpy()
         self._stream: torch.cuda.Stream | None = None
         self.waits = 0
         self.waited_s = 0.0
@@ -85,7 +90,7 @@ class Decoder(SingleTokens):
     def begin(self, token: int, state: SequenceState, tag: int = 0) -> None:
         """What the device is told of the token, in `inputs`."""
         self.step.bind(state)
-        self.inputs.numpy()[:] = token, state.length, tag, 0
+        self._input_words[:] = token, state.length, tag, 0
 
     def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
         # Asked for once: it is what a layer's wait for its picks would begin with.
@@ -97,22 +102,27 @@ class Decoder(SingleTokens):
             with self._tracer.span("wait for picks", layer=layer):
                 routed = self._read_back()
             picks: list[int] = routed[: self._picks].tolist()
-            placed = self._experts.placed(layer, picks)
-            # Where somebody has to be asked, he shall know the prediction before we wait for him.
-            if placed is None:
-                self.hint(layer, picks, routed)
-                with self._tracer.span("place experts", layer=layer):
-                    self._table.numpy()[:] = self._experts.place(layer, picks)
-            else:
-                self._table.numpy()[:] = placed
+            held = self._tier is not None and self._tier.holds(layer, picks)
+            if held:
                 # The read-back is overwritten by what is launched next.
                 routed = routed.copy()
+            else:
+                # Who is asked for what is missing shall know the prediction before we wait for him.
+                self.hint(layer, picks, routed)
+                self._place(layer, picks)
             self.fetch_rows(layer + 1, ticket)
             self._runner.run(layer + 1, self._segments[layer + 1])
             self._experts.release()
-            if placed is not None:
+            if self._tier is not None and held:
+                self._tier.used(layer, picks)
                 self.hint(layer, picks, routed)
         return self.step.buffers.logits.flatten().clone()
+
+    def _place(self, layer: int, picks: list[int]) -> None:
+        """Hand down where `picks` lie once they are there."""
+        with self._tracer.span("place experts", layer=layer):
+            self._table.numpy()[:] = self._experts.place(layer, picks)
+        self.step.buffers.table.copy_(self._table, non_blocking=True)
 
     def _segment(self, layer: int) -> Callable[[], None]:
         """What is launched at once: the experts of the layer before, then up to `layer`'s picks."""
@@ -122,9 +132,10 @@ class Decoder(SingleTokens):
         def launch() -> None:
             if layer == 0:
                 step.buffers.inputs.copy_(self.inputs, non_blocking=True)
+                if self._tier is not None:
+                    self._tier.send_slots()
                 step.begin()
             else:
-                step.buffers.table.copy_(self._table, non_blocking=True)
                 step.experts(layer - 1, joined=True)
             if layer == self._layers:
                 step.head()
@@ -134,7 +145,7 @@ class Decoder(SingleTokens):
                 step.buffers.engram[at].copy_(self.rows[at], non_blocking=True)
                 step.engram(layer)
             step.attention(layer)
-            step.route(layer)
+            step.route(layer, None if self._tier is None else self._tier.slots)
             step.join()
             self._routed.copy_(step.buffers.routed, non_blocking=True)
 
@@ -159,7 +170,7 @@ class Decoder(SingleTokens):
             self._stream.synchronize()
             self.waited_s += time.perf_counter() - begin
             self.waits += 1
-        return self._routed.numpy()
+        return self._routed_words
 
     def hint(self, layer: int, picks: list[int], routed: Words) -> None:
         """Publish the layer's picks and the prediction."""

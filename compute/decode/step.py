@@ -23,9 +23,10 @@ from compute.decode.arguments import (
     LayerArguments,
 )
 from compute.decode.buffers import Buffers, Mix
+from compute.device_experts import DeviceSlots
 from compute.formats import dequantize_engram_rows
 from compute.kernels import kernels_for
-from compute.kernels.router import Prediction
+from compute.kernels.router import Lookup, Prediction
 from compute.rope import frequencies
 from compute.sequence import SequenceState
 from compute.weights import MixWeights
@@ -178,9 +179,9 @@ class DecodeStep:
             b.grouped, *weights.wo_b, b.streams, mix.post, mix.comb, mix.pre, b.collapsed
         )
 
-    def route(self, layer: int) -> None:
-        """The experts' input, `routed` and `weights`; and beside them, until `join`, the shared
-        expert."""
+    def route(self, layer: int, slots: DeviceSlots | None) -> None:
+        """The experts' input, `routed`, `weights` and, of picks that have one of `slots`, the
+        addresses in `table`; and beside them, until `join`, the shared expert."""
         b, k, config = self.buffers, self._k, self.config
         weights = self.arguments.layers[layer]
         experts, shares = config.n_routed_experts, b.gate_logits.shape[0]
@@ -193,12 +194,14 @@ class DecodeStep:
         with self.beside():
             self._shared_expert(weights)
             self._mix(weights.ffn_mix, b.mixes[1])
-        prediction = None
+        prediction = lookup = None
+        if slots is not None:
+            lookup = Lookup(slots.of[layer], slots.first, b.table, slots.slot_bytes)
         if weights.predicting is not None:
             bias = weights.predicting.weights.bias
             prediction = Prediction(logits[:, :, experts:], bias, b.predicted, b.margins)
         k.route(
-            logits[:, :, :experts], weights.bias, b.ids, b.weights, prediction,
+            logits[:, :, :experts], weights.bias, b.ids, b.weights, prediction, lookup,
             scaling=config.routed_scaling_factor,
         )  # fmt: skip
 

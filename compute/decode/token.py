@@ -63,7 +63,6 @@ class TokenDecoder(SingleTokens):
         self._layers, self._picks = config.num_hidden_layers, config.num_experts_per_tok
         predictions = len(self.step.buffers.predicted)
         self._mailbox = Mailbox(self._layers, self._picks, predictions, device)
-        self._slots = torch.zeros_like(tier.table, device=device)
         self._kernels = kernels_for(device)
         # One object for good: a captured graph serves the launch that it was captured from.
         self._whole = self._launch
@@ -97,27 +96,29 @@ class TokenDecoder(SingleTokens):
         step, config = self.step, self.step.config
         step.buffers.inputs.copy_(self._eager.inputs, non_blocking=True)
         step.buffers.engram.copy_(self._eager.rows, non_blocking=True)
-        self._slots.copy_(self._tier.table, non_blocking=True)
+        self._tier.send_slots()
         step.begin()
         for layer in range(self._layers):
             if layer in config.engram_layer_ids:
                 step.engram(layer)
             step.attention(layer)
-            step.route(layer)
+            step.route(layer, self._tier.slots)
             self._look_up(layer)
             step.experts(layer, joined=False)
         step.head()
 
     def _look_up(self, layer: int) -> None:
-        b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._slots[layer]
+        b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._tier.slots
         # A kernel ends once the host has what it wrote, which nobody need wait for; and the host
         # shall not wait for the shared expert.
         with self.step.beside(1):
-            k.tell(b.routed, b.tag, slots, mailbox.records[layer], layer=layer, picks=self._picks)
+            k.tell(
+                b.routed, b.tag, slots.of[layer], mailbox.records[layer],
+                layer=layer, picks=self._picks,
+            )  # fmt: skip
         k.ask(
-            b.ids.view(-1), b.tag, b.given_up, slots, self._tier.first_slot, mailbox.status,
-            mailbox.answer, b.table,
-            layer=layer, slot_bytes=self._tier.slot_bytes, looks=self._looks,
+            b.tag, b.given_up, slots.first, mailbox.status, mailbox.answer, b.table,
+            layer=layer, looks=self._looks,
         )  # fmt: skip
 
     def _warm_up(self) -> None:
@@ -142,7 +143,7 @@ class TokenDecoder(SingleTokens):
             if record.waits:
                 self._answer(layer, picks)
             else:
-                self._tier.placed(layer, picks)
+                self._tier.used(layer, picks)
             if not asks:
                 self._eager.hint(layer, picks, record.routed)
 

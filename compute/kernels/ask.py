@@ -1,9 +1,9 @@
 """Where a layer's experts lie, asked from inside a captured graph.
 
 Owns the kernels between a layer's picks and its experts when a whole token is one graph. One tells
-the host what was picked and predicted, through registered host memory. The other finds the picks'
-addresses in a table on the device, and only where one of them is not there does it wait for the
-host's answer, with a bound; a wait that runs out is the last one of its token.
+the host what was picked and predicted, through registered host memory. The other, only where the
+router found no address of a pick, waits for the host's answer, with a bound; a wait that runs out
+is the last one of its token.
 
 Every word of the record and of the answer carries the token's tag and layer in its upper half. So
 none needs to be written or seen before another, and a half that is old is never taken for new.
@@ -56,18 +56,17 @@ def _tell(
 
 @triton.jit
 def _ask(
-    ids, tag, given_up, slots, first_slot, slot_bytes, status, answer, table, layer, looks,
+    tag, given_up, first_slot, status, answer, table, layer, looks,
     PICKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     release_next()
     wait_for_previous()
     pick, part = tl.arange(0, PADDED)[:, None], tl.arange(0, 8)[None, :]
-    lies = tl.load(slots + tl.load(ids + pick, mask=pick < PICKS, other=0))
-    tensor = tl.load(first_slot + part, mask=part < 6, other=0)
-    stamp = (tl.load(tag) + layer) << 32
-    address = tensor + tl.maximum(lies, 0).to(tl.int64) * slot_bytes
-    absent = ((lies < 0) & (pick < PICKS)).to(tl.int32)
+    there = (pick < PICKS) & (part < 6)
+    address = tl.load(table + pick * 6 + part, mask=there, other=1)
+    absent = (address == 0).to(tl.int32)
     if tl.max(tl.max(absent, axis=1), axis=0) > 0:
+        stamp = (tl.load(tag) + layer) << 32
         # After a wait that ran out the rest of the token is for nothing, and waits no more.
         left = tl.where(tl.load(given_up) == 0, looks, 0)
         low = tl.full((PADDED, 8), 0, tl.int64)
@@ -86,9 +85,11 @@ def _ask(
         if (here == 1) & (go == 1):
             address = found
         else:
+            somewhere = tl.load(first_slot + part, mask=part < 6, other=0)
+            address = tl.where(absent == 1, somewhere, address)
             tl.store(given_up, 1)
             _post(status + tl.arange(0, 1), stamp + tl.full((1,), 1, tl.int64))
-    tl.store(table + pick * 6 + part, address, mask=(pick < PICKS) & (part < 6))
+        tl.store(table + pick * 6 + part, address, mask=there)
 
 
 def tell(
@@ -114,31 +115,27 @@ def tell(
 
 
 def ask(
-    ids: torch.Tensor,
     tag: torch.Tensor,
     given_up: torch.Tensor,
-    slots: torch.Tensor,
     first_slot: torch.Tensor,
     status: torch.Tensor,
     answer: torch.Tensor,
     table: torch.Tensor,
     *,
     layer: int,
-    slot_bytes: int,
     looks: int,
 ) -> None:
-    """Put the addresses of `layer`'s picks into `table`, waiting for the host where one is absent.
+    """Wait for the host's addresses of `layer`'s picks where one is absent: zero in `table`.
 
-    `ids` int32 [k]; `tag` and `slots` as `tell` has them; `first_slot` int64 [6]: where the tensors
-    of slot 0 lie, others `slot_bytes` apart each. `given_up` int64 [1] becomes 1, and `status`
-    int64 [1] on the host `(tag + layer) << 32 | 1`, where the wait ran out after `looks` looks or
-    the host gave up. From the host, on the device: `answer` int64 [k, 8, 2], of each pick six
-    addresses, lower and upper halves of 32 bits in words of the record's form; 1 in the first
-    pick's seventh place, 0 where the host gives up. `table` int64 [k, 6]; valid but of other
-    experts after a wait that ran out.
+    `table` int64 [k, 6]; valid but of other experts after a wait that ran out, from `first_slot`
+    int64 [6]. `tag` as `tell` has it. `given_up` int64 [1] becomes 1, and `status` int64 [1] on the
+    host `(tag + layer) << 32 | 1`, where the wait ran out after `looks` looks or the host gave up.
+    From the host, on the device: `answer` int64 [k, 8, 2], of each pick six addresses, lower and
+    upper halves of 32 bits in words of the record's form; 1 in the first pick's seventh place, 0
+    where the host gives up.
     """
     picks = len(table)
     _ask[(1,)](
-        ids, tag, given_up, slots, first_slot, slot_bytes, status, answer, table, layer, looks,
+        tag, given_up, first_slot, status, answer, table, layer, looks,
         PICKS=picks, PADDED=triton.next_power_of_2(picks), num_warps=1, **PDL,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from compute.kernels.reference_index import (  # noqa: F401 - the rest of this m
     index_queries,
     index_scores,
 )
-from compute.kernels.router import Prediction
+from compute.kernels.router import Lookup, Prediction
 from compute.layers import attention, engram, hyper_connections, moe
 from compute.layers.norm import rms_norm as normalize
 from compute.rope import Rotation, rotate_tail, rotation
@@ -308,6 +308,7 @@ def route(
     ids: torch.Tensor,
     weights: torch.Tensor,
     prediction: Prediction | None = None,
+    lookup: Lookup | None = None,
     *,
     scaling: float,
     temperature: float = 1.0,
@@ -325,6 +326,9 @@ def route(
         count = len(prediction.ids)
         prediction.ids.copy_(best.indices[:count])
         prediction.margins.copy_(best.values[:count] - best.values[ids.shape[1] - 1])
+    if lookup is not None:
+        lies = lookup.slots[chosen.flatten()].long()[:, None]
+        lookup.table.copy_((lookup.first_slot + lies * lookup.slot_bytes) * (lies >= 0))
 
 
 def begin_token(

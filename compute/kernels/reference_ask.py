@@ -23,29 +23,26 @@ def tell(
 
 
 def ask(
-    ids: torch.Tensor,
     tag: torch.Tensor,
     given_up: torch.Tensor,
-    slots: torch.Tensor,
     first_slot: torch.Tensor,
     status: torch.Tensor,
     answer: torch.Tensor,
     table: torch.Tensor,
     *,
     layer: int,
-    slot_bytes: int,
     looks: int,
 ) -> None:
     stamp = (int(tag) + layer) << 32
-    lies = slots[ids.long()]
-    table.copy_(first_slot + lies.clamp(min=0).long()[:, None] * slot_bytes)
-    if not (lies < 0).any():
+    absent = table[:, :1] == 0
+    if not absent.any():
         return
     words = _answered(answer, stamp, 0 if int(given_up) else looks)
     found = None if words is None else (words[..., 0] & LOWER) | (words[..., 1] << 32)
     if found is not None and int(found[0, 6]) == 1:
         table.copy_(found[:, :6])
     else:
+        table.copy_(torch.where(absent, first_slot, table))
         given_up.fill_(1)
         status.fill_(stamp | 1)
 

@@ -16,7 +16,9 @@ from compute.kernels.numeric import release_next, softplus, wait_for_previous
 @triton.jit
 def _pick(
     logits, stride, bias, ids, weights, experts, inverse_temperature, scaling,
+    slots, first_slot, slot_bytes, table,
     SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    FIND: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < experts
@@ -38,6 +40,13 @@ def _pick(
     place = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)
     tl.store(ids + place, chosen, mask=slot < PICKS)
     tl.store(weights + place, weight, mask=slot < PICKS)
+    if FIND:
+        part = tl.arange(0, 8)
+        lies = tl.load(slots + chosen, mask=slot < PICKS, other=-1)[:, None]
+        tensor = tl.load(first_slot + part, mask=part < 6, other=0)[None, :]
+        address = tl.where(lies < 0, 0, tensor + lies.to(tl.int64) * slot_bytes)
+        there = (slot < PICKS)[:, None] & (part < 6)[None, :]
+        tl.store(table + place[:, None] * 6 + part[None, :], address, mask=there)
 
 
 @triton.jit
@@ -68,9 +77,9 @@ def _name_next(
 @triton.jit
 def _route(
     logits, stride, bias, ids, weights, experts, inverse_temperature, scaling, tokens,
-    next_logits, next_bias, predicted, margins, count, looks,
+    next_logits, next_bias, predicted, margins, count, looks, slots, first_slot, table, slot_bytes,
     SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    CUT: tl.constexpr, LOOKS: tl.constexpr,
+    CUT: tl.constexpr, LOOKS: tl.constexpr, FIND: tl.constexpr,
 ):  # fmt: skip
     release_next()
     wait_for_previous()
@@ -78,7 +87,9 @@ def _route(
     if token < tokens:
         _pick(
             logits + token * experts, stride, bias, ids + token * PICKS, weights + token * PICKS,
-            experts, inverse_temperature, scaling, SPLITS, PICKS, PADDED, BLOCK,
+            experts, inverse_temperature, scaling,
+            slots, first_slot, slot_bytes, table + token * PICKS * 6,
+            SPLITS, PICKS, PADDED, BLOCK, FIND,
         )  # fmt: skip
     else:
         _name_next(
@@ -98,12 +109,25 @@ class Prediction(NamedTuple):
     margins: torch.Tensor
 
 
+class Lookup(NamedTuple):
+    """Where a layer's experts lie in device memory. `slots` int32 [E]: each one's slot, below 0
+    where it has none; `first_slot` int64 [6]: where the tensors of slot 0 lie, those of others
+    `slot_bytes` apart each. `table` int64 [T * k, 6] takes the picks' addresses, zeros where one
+    has no slot."""
+
+    slots: torch.Tensor
+    first_slot: torch.Tensor
+    table: torch.Tensor
+    slot_bytes: int
+
+
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     prediction: Prediction | None = None,
+    lookup: Lookup | None = None,
     *,
     scaling: float,
     temperature: float = 1.0,
@@ -114,16 +138,17 @@ def route(
     `logits` fp32 [S, T, E], the gate product's shares; `bias` fp32 [E]; `ids` int32 and `weights`
     fp32 [T, k]: the k best, of equals the lowest id, in ascending id; weights divided by (their sum
     + 1e-20) and times `scaling`. A `prediction`, whose gate has as many experts and shares as far
-    apart, is made at the same time.
+    apart, is made at the same time, and a `lookup` of the picks.
     """
     splits, tokens, experts = logits.shape
     picks = ids.shape[1]
     other = prediction or Prediction(logits, bias, ids, weights)
     looks = max(len(other.ids), picks)
+    find = lookup or Lookup(ids, ids, ids, 0)
     _route[(tokens + (prediction is not None),)](
         logits, logits.stride(0), bias, ids, weights, experts, 1.0 / temperature, scaling, tokens,
-        *other, len(other.ids), looks,
+        *other, len(other.ids), looks, *find,
         SPLITS=splits, PICKS=picks, PADDED=triton.next_power_of_2(picks),
         BLOCK=triton.next_power_of_2(experts), CUT=picks, LOOKS=triton.next_power_of_2(looks),
-        num_warps=4, **PDL,
+        FIND=lookup is not None, num_warps=4, **PDL,
     )  # fmt: skip

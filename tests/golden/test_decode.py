@@ -6,14 +6,18 @@ they are given and what the host does between them; the kernels have tests of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from compute.device_experts import DeviceExperts
 from compute.sequence import SequenceState
 from compute.sources import Addresses
 from tests.golden.cases import CASE_NAMES, DEVICE
 from tests.golden.decoding import PREDICTIONS, mini_decoder, request, tokens_of
-from tests.golden.harness import Mini, config, experts, relative
+from tests.golden.harness import Mini, config, relative
+from tests.golden.held import HeldExperts
 
 CPU_ONLY = pytest.mark.skipif(DEVICE.type != "cpu", reason="bits are compared on one device")
 # Both ways are within this of the reference; it is what their roundings may make of each other.
@@ -65,35 +69,36 @@ def test_a_decode_step_departs_from_the_torch_path(name: str) -> None:
     assert relative(got, want) <= DRIFT
 
 
-class NotedExperts:
-    """Resident experts that note what they are asked and told."""
+class NotedExperts(DeviceExperts):
+    """Has every other layer's experts on the device; notes what it is asked and told."""
 
     def __init__(self) -> None:
+        every = config().num_hidden_layers * config().n_routed_experts
+        super().__init__(HeldExperts(), config(), DEVICE, every)
         self.calls: list[str] = []
         self.hints: list[tuple[int, list[int], int | None, list[int], list[float]]] = []
-        self.fetch = experts().fetch
+        for layer in range(1, config().num_hidden_layers, 2):
+            self.place(layer, range(config().n_routed_experts))
+        self.calls.clear()
 
-    def place(self, layer: int, experts_of: list[int]) -> Addresses:
+    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
         self.calls.append(f"place {layer}")
-        return experts().place(layer, experts_of)
-
-    def placed(self, layer: int, experts_of: list[int]) -> Addresses | None:
-        # In every other layer somebody has to be asked.
-        return experts().place(layer, experts_of) if layer % 2 else None
+        return super().place(layer, experts)
 
     def hint(
         self,
         layer: int,
-        picks: list[int],
+        picks: Sequence[int],
         predicted_layer: int | None,
-        predicted: list[int],
-        scores: list[float],
+        predicted: Sequence[int],
+        scores: Sequence[float],
     ) -> None:
         self.calls.append(f"hint {layer}")
-        self.hints.append((layer, picks, predicted_layer, predicted, scores))
+        self.hints.append((layer, list(picks), predicted_layer, list(predicted), list(scores)))
 
     def release(self) -> None:
         self.calls.append("release")
+        super().release()
 
 
 @CPU_ONLY

@@ -30,9 +30,19 @@ def assert_bytes(addresses: Addresses, layer: int, experts: list[int]) -> None:
             assert bytes(found) == part.numpy().tobytes(), f"layer {layer} expert {expert}"
 
 
+def found_by_the_device(tier: DeviceExperts, layer: int, experts: list[int]) -> list[list[int]]:
+    """Addresses as a router's lookup makes them."""
+    tier.send_slots()
+    of, first, slot_bytes = tier.slots
+    return [(first + of[layer, expert].long() * slot_bytes).tolist() for expert in experts]
+
+
 def placed(tier: DeviceExperts, layer: int, experts: list[int]) -> None:
-    there = tier.placed(layer, experts)
-    assert_bytes(tier.place(layer, experts) if there is None else there, layer, experts)
+    held = tier.holds(layer, experts)
+    addresses = tier.place(layer, experts)
+    assert_bytes(addresses, layer, experts)
+    if held:
+        assert found_by_the_device(tier, layer, experts) == addresses.tolist()
     tier.release()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from compute.kernels.attention import AttentionScratch
 from compute.kernels.limbs import Limbs
-from compute.kernels.router import Prediction
+from compute.kernels.router import Lookup, Prediction
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GROUP = 32
@@ -59,7 +59,9 @@ def empty_limbs(vectors: int, columns: int) -> Limbs:
 
 def _moved(argument: Any, device: torch.device) -> Any:
     """A copy of a tensor, or of each tensor of a tuple of them, on `device`."""
-    if isinstance(argument, (Limbs, AttentionScratch, Prediction)):
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, (Limbs, AttentionScratch, Prediction, Lookup)):
         return type(argument)(*(_moved(part, device) for part in argument))
     return None if argument is None else argument.to(device).clone()
 

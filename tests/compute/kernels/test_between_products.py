@@ -144,6 +144,27 @@ def test_router_picks_by_biased_score_and_weighs_without_it(
     assert_close(got[3], want[3], 1e-6)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "picks"), [(2, 16, 3), wide(1, 384, 6)])
+def test_router_finds_its_picks_and_leaves_zeros_for_the_absent(
+    tokens: int, experts: int, picks: int
+) -> None:
+    slots = torch.randperm(2 * experts)[:experts].int()
+    slots[torch.rand(experts) < 0.3] = -1
+    first = torch.randint(1 << 33, 1 << 47, (6,))
+    table = poisoned(tokens * picks, 6, dtype=torch.int64)
+    got, want = run_both(
+        router.route, reference.route, torch.randn(2, tokens, experts), torch.randn(experts),
+        poisoned(tokens, picks, dtype=torch.int32), poisoned(tokens, picks, dtype=FP32), None,
+        router.Lookup(slots, first, table, 18_800_640), scaling=1.5,
+    )  # fmt: skip
+    assert torch.equal(got[2], want[2])
+    found, ids = got[5].table, got[2].flatten().long()
+    assert torch.equal(found, want[5].table)
+    assert torch.equal((found == 0).all(1), slots[ids] < 0)
+    lies = slots[ids].long()
+    assert ((found - first)[lies >= 0] == lies[lies >= 0, None] * 18_800_640).all()
+
+
 def test_router_gives_equal_scores_to_the_lowest_ids() -> None:
     ids, weights = (
         poisoned(1, 3, dtype=torch.int32).to(DEVICE),

@@ -92,7 +92,7 @@ def test_products_from_packed_bytes_are_exact_sums_rounded_once(
     inner[:, chunk_experts.interleaved(torch.ones(1, intermediate))[0] == 0] = 0
     out = torch.full((tokens * k, hidden), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     chunk_experts.gate_up(
-        chunk_experts.interleaved(x), work, order.int(), weights, inner,
+        chunk_experts.interleaved(x)[order // k], work, weights[order], inner,
         intermediate=intermediate, hidden=hidden, limit=limit, tile=tiles.gate_up,
     )  # fmt: skip
     chunk_experts.down(inner, work, order.int(), out, intermediate=intermediate, tile=tiles.down)
