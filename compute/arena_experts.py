@@ -10,6 +10,7 @@ so. An entry found after `ProgressPage.holds_no_slot` keeps its bytes until the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compute.bounded_wait import WAKE_S, BoundedWait
+from compute.bounded_wait import NAP_S, WAKE_S, BoundedWait
 from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from compute.slot_views import HeldExpert, SlotViews
@@ -246,7 +247,9 @@ class ArenaExperts:
 
     def _await_any(self, layer: int, pending: list[int], waiting: BoundedWait) -> list[int]:
         while True:
-            self._hear(layer, WAKE_S)
+            if waiting.short:
+                time.sleep(NAP_S)
+            self._hear(layer, 0 if waiting.short else WAKE_S)
             # Each time anew: the service may have taken out a victim after the last time.
             self._progress.holds_no_slot()
             words = self.look_up(layer, pending)

@@ -9,6 +9,11 @@ REPEAT_S = 1.0
 # A waiting process wakes this often: waiting must not look like being dead, and must not keep
 # slots from being reclaimed.
 WAKE_S = 0.001
+# What a message says has come stands in shared memory before: the message's way takes several
+# wake-ups, 0.4 ms on a small virtual machine. So a wait looks there by itself at first, between
+# naps; one that takes longer than any healthy read is not worth the turns.
+NAP_S = 0.00005
+NAPPING_S = 0.1
 
 
 class BoundedWait:
@@ -24,6 +29,11 @@ class BoundedWait:
     def seconds(self) -> float:
         """How long it has taken so far."""
         return time.monotonic() - self._begin
+
+    @property
+    def short(self) -> bool:
+        """Whether what is waited for may still come at any moment."""
+        return self.seconds < NAPPING_S
 
     @property
     def exhausted(self) -> bool:

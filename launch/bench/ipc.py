@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 from compute.arena_experts import ArenaExperts
+from compute.bounded_wait import NAP_S
 from compute.progress import ProgressPage
 from compute.slot_views import slot_views
 from launch.bench.echo import round_trips
-from launch.bench.expert_group import ExpertGroup, every_expert
+from launch.bench.expert_group import TIMEOUT_S, ExpertGroup, every_expert
 from launch.bench.io import batched_by_layer
 from protocol import counters
+from protocol.errors import StallError
 from protocol.layouts import ABSENT
 from protocol.trace import Tracer
 
@@ -90,8 +92,12 @@ def _time_miss(group: ExpertGroup, layer: int, expert: int) -> tuple[float, floa
     begin = time.perf_counter()
     group.ask(layer, [expert])
     while entry[layer, expert] == ABSENT:
-        group.compute.receive(0.01)
+        if time.perf_counter() > begin + TIMEOUT_S:
+            raise StallError(f"layer {layer} expert {expert} did not come")
+        time.sleep(NAP_S)  # as compute waits
     total = time.perf_counter() - begin
+    for _ in group.compute.drain():
+        pass  # it has been seen
     group.done_with(group.demands)
     read = group.stats()[counters.READ_SECONDS] - before
     return (total - read) * 1e6, read
