@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from compute.layers.hyper_connections import collapse
+from compute.layers.linear import linear_fp32
 from compute.layers.norm import rms_norm
 
 
@@ -16,4 +16,4 @@ def logits(
 
     There is no learned collapse: the mix that the last layer handed on is used. `head` [V, D].
     """
-    return F.linear(rms_norm(collapse(streams, pre), norm, eps).float(), head.float())
+    return linear_fp32(rms_norm(collapse(streams, pre), norm, eps), head)

@@ -80,3 +80,11 @@ def linear_quantized(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """bf16 [..., N] = bf16 `x` [..., K] times `weight` [N, K], accumulated in fp32."""
     return F.linear(x.to(weight.dtype), weight).to(torch.bfloat16)
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, N] = bf16 `x` [T, K] times `weight` [N, K], bf16 or fp32, not rounded."""
+    if x.device.type == "cuda" and weight.dtype == torch.bfloat16:
+        # Products of bf16 numbers are exact in fp32: no fp32 copies of the operands are needed.
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
