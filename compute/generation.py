@@ -37,6 +37,10 @@ from protocol.trace import Tracer
 Event = PrefillProgress | TokenEvent | Finished
 
 
+# How often it is said how far a chunk is.
+PROGRESS_S = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`chunk_tokens` bounds one prefill pass, `context` the tokens of a sequence."""
@@ -75,14 +79,27 @@ class TextGenerator:
         # Written by the chat format, so that the next turn may have another in its place.
         self.added_tokens = token_bytes.added
 
-    def run(self, request: Generate, cancelled: Callable[[], bool]) -> Iterator[Event]:
+    def run(
+        self,
+        request: Generate,
+        cancelled: Callable[[], bool],
+        report: Callable[[PrefillProgress], object] = lambda progress: None,
+    ) -> Iterator[Event]:
         """Events of `request`, the last of them Finished.
 
         `cancelled` is asked between tokens and chunks, and by the sources at layers and in waits.
+        Then, too, `report` is told now and then how far a long chunk is.
         """
-        self.interruption.watch(cancelled)
         before = self.counts()
         answer = Answer(self, request)
+
+        def asked() -> bool:
+            within = answer.within_chunk()
+            if within is not None:
+                report(within)
+            return cancelled()
+
+        self.interruption.watch(asked)
         reason, error = "error", ""
         kind: FailureKind = ""
         try:
@@ -126,6 +143,9 @@ class Answer:
         self._steps_before = generator.steps
         self._begin = time.monotonic()
         self._first_token_at = self._last_token_at = 0.0
+        # The chunk of the prompt that is being computed, and when something was said of it.
+        self._chunk: range | None = None
+        self._said_at = self._begin
         self.reason = ""
         self.reused = 0
         self.count = 0
@@ -226,7 +246,9 @@ class Answer:
             yield self._prefill_progress()
             self._of.interruption.check()
             following = ends[index + 1] if index + 1 < len(ends) else None
+            self._chunk = range(self._state.length, end)
             logits = self._forward(self._state.length, end, following)
+            self._chunk = None
             if end == self._keep_at():
                 of.kept.keep(prompt, self._state, logits if following is None else None)
         yield self._prefill_progress()
@@ -257,6 +279,16 @@ class Answer:
         assert self._state is not None
         done, total = self._state.length, len(self._request.prompt)
         return PrefillProgress(self._request.request, done, total, self.reused)
+
+    def within_chunk(self) -> PrefillProgress | None:
+        """How far the chunk at hand is, by its layers, where that was not said lately."""
+        now = time.monotonic()
+        if self._chunk is None or now < self._said_at + PROGRESS_S:
+            return None
+        self._said_at = now
+        layers = self._of.model.config.num_hidden_layers
+        done = self._chunk.start + len(self._chunk) * self._of.progress.layer // layers
+        return PrefillProgress(self._request.request, done, len(self._request.prompt), self.reused)
 
     # --- passes -----------------------------------------------------------------------------------
 

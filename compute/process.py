@@ -96,7 +96,7 @@ class ComputeProcess:
 
     def _answer(self, request: Generate) -> None:
         self._current, self._cancelled = request.request, False
-        for event in self._generator.run(request, self._is_cancelled):
+        for event in self._generator.run(request, self._is_cancelled, self._control.send):
             self._deliver(event)
         self._current = None
 

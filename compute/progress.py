@@ -22,8 +22,14 @@ class ProgressPage:
         """The forward pass at hand, counted over the life of the process."""
         return int(self._words[Progress.STEP])
 
+    @property
+    def layer(self) -> int:
+        """The layer that the pass at hand has come to."""
+        return int(self._words[Progress.LAYER])
+
     def begin_step(self) -> None:
         """Another forward pass begins."""
+        self._words[Progress.LAYER] = 0
         self._words[Progress.STEP] += 1
         self.beat()
 

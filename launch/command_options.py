@@ -11,7 +11,14 @@ from typing import Any
 import click
 
 from expert_io.policies import POLICIES
-from launch.options import GroupOptions, format_size, parse_cache, parse_size
+from launch.options import (
+    CPU_CHUNK_TOKENS,
+    GPU_CHUNK_TOKENS,
+    GroupOptions,
+    format_size,
+    parse_cache,
+    parse_size,
+)
 from launch.ranges import PATH
 from launch.warm_options import parse_experts
 from protocol.specs import GRAPHS
@@ -65,8 +72,11 @@ _OPTIONS = (
         callback=lambda context, parameter, value: parse_experts(str(value)),
         help="Experts that stay in the cache: 3:17,5:0-7 for one of layer 3, eight of layer 5.",
     ),
-    _option(
-        "--chunk-tokens", key="chunk_tokens", type=int, help="Prompt tokens computed in one pass."
+    click.option(
+        "--chunk-tokens",
+        type=int,
+        help="Prompt tokens computed in one pass, which reads each needed expert once.  [default: "
+        f"{CPU_CHUNK_TOKENS}, on a GPU {GPU_CHUNK_TOKENS}]",
     ),
     _option(
         "--max-context", key="max_context", type=int, help="Longest sequence, prompt included."

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.options import GIB, GroupOptions, format_size
+from launch.options import GIB, GroupOptions, format_size, on_gpu
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError, UsageError
 from protocol.tensor_table import expected_tensors, kind_of
@@ -99,11 +99,6 @@ def dense_bytes(config: ModelConfig) -> int:
         if kind_of(name) == "dense" and not name.endswith(".scale")
     }
     return 4 * sum(elements.values()) - 2 * elements["embed.weight"]
-
-
-def on_gpu(device: str) -> bool:
-    """Whether compute will hold its weights on a GPU (asked without loading torch)."""
-    return device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
 def available_memory() -> int:

@@ -16,6 +16,8 @@ from protocol.messages import Generate
 from protocol.specs import GRAPHS
 
 GIB = 1 << 30
+CPU_CHUNK_TOKENS = 2048
+GPU_CHUNK_TOKENS = 8192
 # Options that are not written like the field they set.
 _SPELLINGS = {"predicted_in_flight": "prefetch", "kept_bytes": "keep"}
 
@@ -32,6 +34,7 @@ class GroupOptions:
     prefetch off.
     `graphs` and `device_cache` matter on a GPU: how decode steps are launched, and bytes of its
     memory for experts (None: what is free).
+    `chunk_tokens` of a prompt are computed in one pass (None: `pass_tokens` says).
     `kept_bytes` bound the sequence states that let a request continue an earlier one;
     `snapshot_dir` keeps them beyond the process, within `snapshot_bytes`.
     """
@@ -57,7 +60,7 @@ class GroupOptions:
     predicted_in_flight: int = 2
     engram_reads: int = 128
     engram_cache_bytes: int = 64 << 20
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     max_context: int = 32768
     kept_bytes: int = 256 << 20
     snapshot_dir: Path | None = None
@@ -122,6 +125,23 @@ class GroupOptions:
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
         if self.graphs not in GRAPHS:
             raise UsageError(f"--graphs is {self.graphs!r}, expected {', '.join(GRAPHS)}")
+
+    @property
+    def pass_tokens(self) -> int:
+        """Prompt tokens of one pass: `chunk_tokens`, or as many as the device is given by itself.
+
+        Every pass of more than some hundred tokens reads nearly every expert, whatever their
+        number; what a pass needs besides, some 300 KB a token at the released widths, a GPU has
+        room for. A CPU's own work outweighs the reads from about its number on.
+        """
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        return GPU_CHUNK_TOKENS if on_gpu(self.device) else CPU_CHUNK_TOKENS
+
+
+def on_gpu(device: str) -> bool:
+    """Whether compute will hold its weights on a GPU (asked without loading torch)."""
+    return device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
 def check_device(name: str) -> None:

@@ -51,7 +51,7 @@ class Regions:
             EngramRing.create(
                 blocks=RING_BLOCKS,
                 layers=len(config.engram_layer_ids),
-                block_tokens=options.chunk_tokens,
+                block_tokens=options.pass_tokens,
                 rows=config.engram_rows_per_token,
                 head_dim=config.engram_head_dim,
             ),
@@ -178,7 +178,7 @@ class Wiring:
             directory_fd=regions.directory.fd,
             progress_fd=regions.progress.fd,
             ring_fd=regions.ring.fd,
-            chunk_tokens=options.chunk_tokens,
+            chunk_tokens=options.pass_tokens,
             max_context=min(options.max_context, self.config.max_position_embeddings),
             kept_bytes=options.kept_bytes,
             snapshot_dir=str(options.snapshot_dir or "") if options.snapshot_bytes else "",

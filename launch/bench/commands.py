@@ -267,10 +267,8 @@ def decode_command(
 )
 @click.option(
     "--chunk-tokens",
-    default=ENGINE.chunk_tokens,
-    show_default=True,
     type=click.IntRange(1, 1 << 16),
-    help="Prompt tokens computed in one pass.",
+    help="Prompt tokens computed in one pass.  [default: the engine's on this device]",
 )
 @click.option(
     "--passes",
@@ -285,7 +283,7 @@ def prefill_command(
     directory: Path,
     device: str,
     lengths: tuple[int, ...],
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     passes: int,
     readers: int,
     as_json: bool,

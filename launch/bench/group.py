@@ -66,7 +66,7 @@ class OneProcess:
             ProgressPage(Progress.create(words_count=Progress.COUNT)),
             tracer,
             KeptStates(0),
-            Limits(options.chunk_tokens, options.max_context),
+            Limits(options.pass_tokens, options.max_context),
             dict,
         )
 

@@ -176,12 +176,13 @@ def run(
     checkpoint: Path,
     device_name: str,
     lengths: Sequence[int],
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     passes: int,
     readers: int,
 ) -> dict[str, Any]:
     """All figures; `lengths` may be empty. Raises HeadraceError."""
     device = open_device(device_name)
+    chunk_tokens = GroupOptions(checkpoint, device.type, chunk_tokens=chunk_tokens).pass_tokens
     config = ModelConfig.load(checkpoint)
     chosen = lengths or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
     for tokens in chosen:

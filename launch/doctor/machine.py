@@ -8,7 +8,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.memory import available_memory, on_gpu
+from launch.memory import available_memory
+from launch.options import on_gpu
 
 NETWORK_FILE_SYSTEMS = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"))
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import errno
 import itertools
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
+from compute import generation
 from compute.text import TokenBytes
 from protocol import counters
 from protocol.errors import ReadError, StallError
 from protocol.messages import PrefillProgress, TokenEvent
-from tests.compute.generating import Rig, finished, request, text_of, tokens_of
+from tests.compute.generating import NEVER, Rig, finished, request, text_of, tokens_of
 from tests.golden.cases import MINI
 from tests.golden.harness import config
 
@@ -332,3 +335,21 @@ def test_greedy_text_is_the_text_of_its_tokens_however_the_prompt_is_cut():
         )
         assert whole in (text_of(events), text_of(events) + "\ufffd")
     assert all(tokens == said[64] for tokens in said.values()), said
+
+
+def test_a_long_chunk_is_silent_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "PROGRESS_S", 0.0)
+    rig = Rig(script=[20, EOS], prompt=10, chunk_tokens=8)
+    assert rig.scripted is not None
+    layers, forward = config().num_hidden_layers, rig.scripted.forward
+
+    def through_layers(tokens: Sequence[int], *rest: Any, **more: Any) -> torch.Tensor:
+        rig.generator.progress.at_layer(layers // 2)
+        rig.generator.interruption.check()
+        return forward(tokens, *rest, **more)
+
+    monkeypatch.setattr(rig.scripted, "forward", through_layers)
+    said: list[PrefillProgress] = []
+    list(rig.generator.run(request(PROMPT), NEVER, said.append))
+    assert [progress.done for progress in said] == [4, 9]  # half of 8, half of the last 2
+    assert {progress.total for progress in said} == {10}

@@ -214,6 +214,8 @@ def test_a_cancel_waits_for_a_disk_that_has_stopped_answering(silent: str):
             events = patient.open(LONG[:40], 4)
             progress = patient.run(anext(events))
             assert isinstance(progress, PrefillProgress)
+            waiting = patient.run(anext(events))
+            assert isinstance(waiting, PrefillProgress) and waiting.done < 8, waiting
             begin = time.monotonic()
             patient.group.cancel(progress.request)
             end = finished(patient.run(collect(events)))
