@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,7 @@ class ArenaExperts:
         self._most_demanded = max(1, directory.slots // 2)
         self._outstanding: deque[_Outstanding] = deque()
         self._last_demand = 0
+        self._said = (-1, -1)  # the step and layer whose picks were said last
         # What `hold` gave out, to be verified when it is let go: layer, expert, directory word.
         self._held: list[tuple[int, int, int]] = []
         self.counts = {
@@ -89,12 +90,17 @@ class ArenaExperts:
             self._demand_missing(layer, pending, words)
         return self._arrivals(layer, pending, words)
 
-    def hold(self, layer: int, experts: Sequence[int]) -> list[HeldExpert]:
+    def hold(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> list[HeldExpert]:
         """All of `experts` at once where they lie, until the next `release`, `hold` or `fetch`.
 
-        The arena must have twice as many slots. Raises ReadError and StallError.
+        `asking` is called before anything is demanded. The arena must have twice as many slots.
+        Raises ReadError and StallError.
         """
         words = self._enter(layer, experts)
+        if asking is not None and ABSENT in words:
+            asking()
         # What is demanded stays until it is used, so a hit that goes meanwhile is demanded once.
         while ABSENT in words:
             self._demand_missing(layer, list(experts), words)
@@ -108,10 +114,6 @@ class ArenaExperts:
             for expert, word in zip(experts, words, strict=True)
         ]
 
-    def resident(self, layer: int, experts: Sequence[int]) -> bool:
-        """Whether `hold` would find all of them now, and ask nobody."""
-        return ABSENT not in self.look_up(layer, experts)
-
     def read_until(self, event: torch.cuda.Event) -> None:
         """The device reads what is held now until `event`, which has been recorded."""
         self._views.read_until(event)
@@ -124,6 +126,12 @@ class ArenaExperts:
         predicted: Sequence[int],
         scores: Sequence[float],
     ) -> None:
+        # What was said already needs no saying again but for an expert that is absent.
+        routing = self._progress.step, layer
+        if routing == self._said and (
+            predicted_layer is None or ABSENT not in self.look_up(predicted_layer, predicted)
+        ):
+            return
         message = Hint(
             self._progress.step,
             layer,
@@ -132,7 +140,9 @@ class ArenaExperts:
             list(predicted),
             list(scores),
         )
-        if not self._channel.send(message):
+        if self._channel.send(message):
+            self._said = routing
+        else:
             self.counts[counters.HINTS_DROPPED] += 1
 
     def release(self) -> None:

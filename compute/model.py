@@ -56,13 +56,13 @@ class Model:
     `observe(name, layer, tensor)` is shown intermediate results under the names of the golden data
     (tests/golden/data/README.md). `reference_index_keys` scores a filling group's query against the
     index keys published last, as DeepSeek's own code does, instead of the layer's own source's.
-    `predictions` is how many experts of a later layer are named for each token, of each of the next
-    `ahead` layers: the next one's before this layer's experts are asked for, farther ones' after,
-    so that no miss waits for them. `early` names a layer's own once more before its attention, in a
-    pass over few tokens. `routes` is shown every pass where a route trace is wanted. `fitted` gates
-    name them where there are some, else the layers' own do. A pass over a single token goes through
-    `decoder`, if there is one. A new state has room for `capacity` tokens before anything of it
-    moves.
+    `predictions` is how many experts of a later layer are named for each token (None: as many as it
+    picks), of each of the next `ahead` layers: the next one's before this layer's experts are asked
+    for, farther ones' after, so that no miss waits for them. `early` names a layer's own once more
+    before its attention, in a pass over few tokens. `routes` is shown every pass where a route
+    trace is wanted. `fitted` gates name them where there are some, else the layers' own do. A pass
+    over a single token goes through `decoder`, if there is one. A new state has room for `capacity`
+    tokens before anything of it moves.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Model:
         self._fitted = fitted
         self._decoder = decoder
         self._capacity = capacity
-        self._predictions = 2 * config.num_experts_per_tok if predictions is None else predictions
+        self._predictions = config.num_experts_per_tok if predictions is None else predictions
         self._ahead = ahead if self._predictions else 0
         self._early = early and self._predictions > 0
         # The last layer routed, and its picks.
@@ -277,9 +277,8 @@ class Model:
         x = before_attention(streams, mixes, weights.ffn_norm, config.rms_norm_eps)
         gate = self._fitted.gate(STREAM, 1, layer, weights.gate)
         said = predict(x, gate.weights, k, self._predictions * len(x))
-        values = torch.cat((said.experts.double(), gate.scores(said.margins).double())).tolist()
-        named = [int(value) for value in values[: len(said.experts)]]
-        self._experts.hint(before, picks, layer, named, values[len(named) :])
+        scores = [gate.scores(margin) for margin in said.margins.tolist()]
+        self._experts.hint(before, picks, layer, said.experts.tolist(), scores)
 
     def _route(self, layer: int, x: torch.Tensor) -> tuple[Routing, list[int], list[_LayerHint]]:
         """Choose `layer`'s experts and name later layers' likely ones, in one read-back; publish

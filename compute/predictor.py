@@ -37,8 +37,13 @@ def predict(x: torch.Tensor, gate: GateWeights, top_k: int, count: int) -> Predi
     is largest: with this input the gate would pick exactly the experts whose margin is 0 or more.
     """
     biased = gate_scores(x, gate).add_(gate.bias)
+    count = min(count, biased.shape[1])
+    if len(x) == 1 and count >= top_k:
+        # One ranking has the cut too.
+        highest, experts = biased[0].topk(count)
+        return Prediction(experts, highest - highest[top_k - 1])
     cut = biased.topk(top_k, -1).values[:, -1:]
-    best = (biased - cut).amax(0).topk(min(count, biased.shape[1]))
+    best = (biased - cut).amax(0).topk(count)
     return Prediction(best.indices, best.values)
 
 

@@ -61,7 +61,8 @@ class ExpertSource(Protocol):
         `picks` are distinct and ascending. `predicted` is best first; its `scores` say how far an
         expert's gate score lies above the cut at top-k (from 0 up: it would be picked). After the
         last layer `predicted_layer` is None and nothing is predicted. May be called for several
-        predicted layers, with the same picks. Never blocks; may be dropped.
+        predicted layers, with the same picks, and once more for a layer of which more is known by
+        now. Never blocks; may be dropped.
         """
         ...
 

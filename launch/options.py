@@ -28,10 +28,10 @@ class GroupOptions:
 
     `slots`, `cache_bytes` or `cache_share` (of all experts) size the arena, the first one given;
     none lets memory decide. `pin` is `auto` (pinned where a GPU reads the arena), `on` (refused
-    where the machine does not allow it) or `off`. `predict` experts of each of the next
-    `predict_ahead` layers are published, of each layer once more before its attention where
-    `predict_early` is set, and at most `predicted_in_flight` are read ahead at once; 0 turns
-    prefetch off.
+    where the machine does not allow it) or `off`. Likely experts of
+    each of the next `predict_ahead` layers are published, of each layer once more before its
+    attention where `predict_early` is set, and at most `predicted_in_flight` are read ahead at
+    once; 0 turns prefetch off.
     `graphs` and `device_cache` matter on a GPU: how decode steps are launched, and bytes of its
     memory for experts (None: what is free).
     `chunk_tokens` of a prompt are computed in one pass (None: `pass_tokens` says).
@@ -54,7 +54,6 @@ class GroupOptions:
     pinned: tuple[tuple[int, int], ...] = ()
     warm_dir: Path | None = None
     policy: str = DEFAULT_POLICY
-    predict: int = 6
     predict_ahead: int = 1
     predict_early: bool = True
     predicted_in_flight: int = 2
@@ -85,7 +84,6 @@ class GroupOptions:
         for name, least, most in (
             ("readers", 1, 256),
             ("piece_bytes", 4096, GIB),
-            ("predict", 0, 1024),
             ("predict_ahead", 1, 3),
             ("predicted_in_flight", 0, 1024),
             ("engram_reads", 1, 4096),

@@ -132,7 +132,7 @@ class Wiring:
             directory_fd=regions.directory.fd,
             progress_fd=regions.progress.fd,
             piece_bytes=options.piece_bytes,
-            predicted_in_flight=options.predicted_in_flight if options.predict else 0,
+            predicted_in_flight=options.predicted_in_flight,
             reserve=self.config.num_experts_per_tok,
             order_timeout=options.order_timeout,
             policy=options.policy,
@@ -183,8 +183,9 @@ class Wiring:
             kept_bytes=options.kept_bytes,
             snapshot_dir=str(options.snapshot_dir or "") if options.snapshot_bytes else "",
             snapshot_bytes=options.snapshot_bytes,
-            # What nobody will read need not be foretold.
-            predict=options.predict if options.predicted_in_flight else 0,
+            # As many as a layer picks: what would come after those is rarely picked, and believed
+            # less the more of it is seen. What nobody will read need not be foretold.
+            predict=self.config.num_experts_per_tok if options.predicted_in_flight else 0,
             predict_ahead=options.predict_ahead,
             predict_early=options.predict_early,
             stall_timeout=options.stall_timeout,

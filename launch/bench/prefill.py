@@ -228,7 +228,6 @@ def _resident(
         tier = NotingTier(arena, config, device, slots)
         console.print(f"reading {every} experts")
         fill(tier, config)
-        predict = GroupOptions(checkpoint).predict
-        model = Model(config, weights, tier, rows, predictions=predict, capacity=longest)
+        model = Model(config, weights, tier, rows, capacity=longest)
         yield model, rows, tier
         synchronize(device)

@@ -153,7 +153,8 @@ class Foretold:
         picks: Sequence[Sequence[int]],
         predictors: Sequence[_Predictor],
     ) -> list[Said]:
-        """What is known once `layer` is routed; of the stream, once it is over."""
+        """What is known once `layer` is routed; of the stream, once it is over. As many experts as
+        are picked, as compute publishes them."""
         if self.name.startswith(ORACLE):
             _, _, only = self.name.partition(":")
             distances = ORACLE_DISTANCES[: int(only or len(ORACLE_DISTANCES))]
@@ -163,13 +164,9 @@ class Foretold:
         for index, distance, _ in predictors:
             ahead = layer + distance
             if ahead < len(picks) and not np.isnan(step.scores[index, ahead, 0]):
-                said.append(
-                    Said(
-                        ahead,
-                        step.predicted[index, ahead].tolist(),
-                        step.scores[index, ahead].tolist(),
-                    )
-                )
+                experts, scores = step.predicted[index, ahead], step.scores[index, ahead]
+                count = step.picks[ahead].size
+                said.append(Said(ahead, experts[:count].tolist(), scores[:count].tolist()))
         return said
 
 

@@ -158,6 +158,23 @@ def test_hints_carry_the_step_and_are_dropped_rather_than_waited_for():
         rig.process.send_signal(signal.SIGCONT)
 
 
+def test_a_routing_is_said_again_only_for_an_expert_that_is_absent():
+    with ExpertRig(8) as rig:
+        rig.page.begin_step()
+        fetch_all(rig, 4, [7, 5])
+        for _ in range(2):
+            rig.experts.hint(3, [1, 2], 4, [7, 5], [0.5, 0.25])
+        rig.experts.hint(3, [1, 2], 4, [7, 6], [0.5, 0.25])
+        rig.experts.hint(4, [7, 5], 5, [1], [0.5])
+        fetch_all(rig, 0, [0])
+        said = [line.partition("layer=")[2] for line in rig.messages("Hint")]
+        assert [line.partition(", scores")[0] for line in said] == [
+            "3, picks=[1, 2], predicted_layer=4, predicted=[7, 5]",
+            "3, picks=[1, 2], predicted_layer=4, predicted=[7, 6]",
+            "4, picks=[7, 5], predicted_layer=5, predicted=[1]",
+        ]
+
+
 def test_knowing_that_six_are_resident_takes_under_20_microseconds():
     with ExpertRig(60, reserve=0, verify_slots=False) as rig:
         picks = [1, 3, 5, 8, 11, 14]

@@ -72,7 +72,6 @@ def test_a_size_is_shown_in_the_largest_unit(count: int, text: str) -> None:
     [
         ({"readers": 0}, "--readers is 0, expected at least 1"),
         ({"readers": 10_000}, "--readers is 10000, expected at most 256"),
-        ({"predict": -1}, "--predict is -1, expected at least 0"),
         ({"predicted_in_flight": -1}, "--prefetch is -1, expected at least 0"),
         ({"threads": 100_000}, "--threads is 100000, expected at most 1024"),
         ({"kept_bytes": 1 << 70}, "--keep is .*, expected at most"),
