@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compute.kernels.numeric import (
     PORTABLE,
@@ -51,8 +52,9 @@ def _decode_assembly() -> str:
     which is then 2^126 too small. The scale makes up for that; in two factors, since neither 2^126
     nor its product with a large scale is a bf16.
     """
-    lines = [".reg .b32 low, high, size, sign;"]
+    lines = [".reg .b32 low, high, size, sign, first, second;"]
     lines += ["prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
+    lines += ["prmt.b32 first, $10, $11, 0x5410;", "prmt.b32 second, $12, $13, 0x5410;"]
     for code in range(8):
         half, place = "low" if code < 4 else "high", 4 * (code % 4)
         shift = f"shl.b32 size, {half}, {6 - place}" if place < 6 else None
@@ -61,8 +63,8 @@ def _decode_assembly() -> str:
             "and.b32 size, size, 0x01C001C0;",
             f"shl.b32 sign, {half}, {12 - place};",
             "lop3.b32 size, sign, 0x80008000, size, 0xEA;",
-            "mul.bf16x2 size, size, $10;",
-            f"mul.bf16x2 ${code}, size, $12;",
+            "mul.bf16x2 size, size, first;",
+            f"mul.bf16x2 ${code}, size, second;",
         ]
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -101,8 +103,8 @@ def _decoded(words, scale_bytes):
             constraints="=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
             args=[
                 words,
-                ((first + 127) << 7) * 0x10001,
-                ((exponent - first + 127) << 7) * 0x10001,
+                (first + 127) << 7,
+                (exponent - first + 127) << 7,
             ],
             dtype=(tl.bfloat16,) * 8,
             is_pure=True,
@@ -125,17 +127,36 @@ def _dealt(weights, ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _settled(acc):
+    """`acc`, once the tensor cores are done with it.
+
+    A product whose sums only the next round takes is left running, and Triton 3.6 then lets that
+    round's decoding overwrite registers with weights that are still to be read (its issue 9433).
+    Whoever looks at the sums, as this does and nothing else, makes it wait.
+    """
+    return tl.inline_asm_elementwise(
+        asm="mov.b32 $0, $1;",
+        constraints="=r,r",
+        args=[acc],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _sums(
-    words, scales, inside, x, taken,
+    words, scales, inside, vectors, pick,
     K: tl.constexpr, ROWS: tl.constexpr, PICKS: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [ROWS / 16 / WARPS, WARPS, 2, 8, PICKS]: rows of an fp4 weight times picks' vectors.
 
-    `words` int32 pointers and `scales` uint8 pointers [ROWS] to the rows' first; `x` pointers
-    [PICKS] to interleaved vectors. `inside` and `taken` say which rows and picks there are.
+    `words` int32 pointers and `scales` uint8 pointers [ROWS] to the rows' first, `inside` says
+    which rows there are; `vectors` a descriptor of interleaved vectors, from `pick` on. Those past
+    an expert's picks are multiplied too, and nobody looks at the sums.
     """
-    word, column = tl.arange(0, _WORDS), tl.arange(0, 128)
+    word = tl.arange(0, _WORDS)
     acc = tl.zeros((ROWS, PICKS), tl.float32)
     for k in tl.range(0, (K + 127) // 128, num_stages=STAGES):
         if K % 128 == 0:
@@ -147,12 +168,12 @@ def _sums(
             held = tl.load(words[:, None] + k * 16 + word[None, :], mask=there, other=0)
             scale = tl.load(scales[:, None] + k * 4 + (word // 4)[None, :], mask=there, other=0)
             scale = scale.to(tl.int32)
-        vectors = tl.load(x[None, :] + k * 128 + column[:, None], mask=taken[None, :], other=0.0)
+        columns = vectors.load([pick, k * 128]).T
         weights = _dealt(_decoded(held, scale), ROWS, WARPS)
         if PORTABLE:
-            acc += tl.dot(weights, vectors.to(tl.float32), input_precision="ieee")
+            acc += tl.dot(weights, columns.to(tl.float32), input_precision="ieee")
         else:
-            acc = tl.dot(weights, vectors, acc)
+            acc = _settled(tl.dot(weights, columns, acc))
     return tl.reshape(acc, (ROWS // (16 * WARPS), WARPS, 2, 8, PICKS))
 
 
@@ -163,17 +184,12 @@ def _at(address, kind):
 
 @triton.jit
 def _gate_up(
-    x, work, order, weights, inner, row_count, limit, picks_a_token,
+    vectors, work, weights, inner, row_count, limit,
     K: tl.constexpr, INNER: tl.constexpr,
     ROWS: tl.constexpr, PICKS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     work += tl.program_id(1) * 8
     begin, end = tl.load(work + 6).to(tl.int32), tl.load(work + 7).to(tl.int32)
-    pick = begin + tl.arange(0, PICKS)
-    taken = pick < end
-    place = tl.load(order + pick, mask=taken, other=0)
-    x += (place // picks_a_token).to(tl.int64) * (tl.cdiv(K, 128) * 128)
-
     # A row of the gate and the same one of the up product meet in one thread.
     first = tl.program_id(0) * (ROWS // 2)
     row = tl.arange(0, ROWS)
@@ -185,10 +201,12 @@ def _gate_up(
     scales_apart = tl.multiple_of(up_scale - gate_scale, 16)
     words = _at(gate, tl.int32) + tl.where(is_up, apart, 0) + row * (K // 8)
     scales = _at(gate_scale, tl.uint8) + tl.where(is_up, scales_apart, 0) + row * (K // 32)
-    acc = _sums(words, scales, row < row_count, x, taken, K, ROWS, PICKS, STAGES, WARPS)
+    acc = _sums(words, scales, row < row_count, vectors, begin, K, ROWS, PICKS, STAGES, WARPS)
 
     g, u = tl.split(tl.permute(acc, (0, 1, 3, 4, 2)))
-    weight = tl.load(weights + place, mask=taken, other=0.0)
+    pick = begin + tl.arange(0, PICKS)
+    taken = pick < end
+    weight = tl.load(weights + pick, mask=taken, other=0.0)
     g = tl.reshape(g, (ROWS // 2, PICKS))
     a = to_bf16(weight[None, :] * swiglu(g, tl.reshape(u, (ROWS // 2, PICKS)), limit))
     groups = tl.reshape(tl.trans(a), (PICKS * ROWS // 64, 32))
@@ -203,20 +221,19 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    inner, work, order, out, row_count,
-    K: tl.constexpr, INNER: tl.constexpr,
+    vectors, work, order, out, row_count,
+    K: tl.constexpr,
     ROWS: tl.constexpr, PICKS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     work += tl.program_id(1) * 8
     begin, end = tl.load(work + 6).to(tl.int32), tl.load(work + 7).to(tl.int32)
-    pick = begin + tl.arange(0, PICKS)
-    taken = pick < end
-    inner += pick.to(tl.int64) * INNER
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = _at(tl.load(work + 4), tl.int32) + row * (K // 8)
     scales = _at(tl.load(work + 5), tl.uint8) + row * (K // 32)
-    acc = _sums(words, scales, row < row_count, inner, taken, K, ROWS, PICKS, STAGES, WARPS)
+    acc = _sums(words, scales, row < row_count, vectors, begin, K, ROWS, PICKS, STAGES, WARPS)
     y = tl.reshape(tl.permute(acc, (0, 2, 1, 3, 4)), (ROWS, PICKS))
+    pick = begin + tl.arange(0, PICKS)
+    taken = pick < end
     place = tl.load(order + pick, mask=taken, other=0)
     at = place.to(tl.int64)[None, :] * row_count + row[:, None]
     tl.store(out + at, as_bf16(y), mask=taken[None, :] & (row < row_count)[:, None])
@@ -243,9 +260,8 @@ def interleaved(x: torch.Tensor) -> torch.Tensor:
 
 
 def gate_up(
-    x: torch.Tensor,
+    vectors: torch.Tensor,
     work: torch.Tensor,
-    order: torch.Tensor,
     weights: torch.Tensor,
     inner: torch.Tensor,
     *,
@@ -256,16 +272,15 @@ def gate_up(
 ) -> None:
     """Gate, up, clamped SwiGLU, routing weight and the rounding to the fp8 grid of `work`'s picks.
 
-    `x` bf16 [T, ...] `interleaved` from `hidden` columns on the fp8 grid. `work` int64 [n, 8]: an
-    expert's six addresses as the decode kernels have them and the first and last-but-one of at most
-    `tile.picks` picks. `order` int32 [T * k]: at each pick its place, token * k + rank; `weights`
-    fp32 [T * k] by place. Rows begin..end of `inner` bf16 [T * k, ...] are written, interleaved,
-    `intermediate` columns of them.
+    `vectors` bf16 [picks, ...] are `interleaved` from `hidden` columns on the fp8 grid, and
+    `weights` fp32 [picks]. `work` int64 [n, 8]: an expert's six addresses as the decode kernels
+    have them, and of at most `tile.picks` picks the first and the one after the last. Those rows of
+    `inner` bf16 [picks, ...] are written, interleaved, `intermediate` columns of them.
     """
     grid = (triton.cdiv(2 * intermediate, tile.rows), len(work))
     _gate_up[grid](
-        x, work, order, weights, inner, intermediate, limit if limit > 0 else float("inf"),
-        len(order) // len(x), K=hidden, INNER=inner.shape[1],
+        _described(vectors, tile), work, weights, inner, intermediate,
+        limit if limit > 0 else float("inf"), K=hidden, INNER=inner.shape[1],
         ROWS=tile.rows, PICKS=tile.picks, STAGES=tile.stages, WARPS=tile.warps,
         num_warps=tile.warps,
     )  # fmt: skip
@@ -280,12 +295,18 @@ def down(
     intermediate: int,
     tile: Tile,
 ) -> None:
-    """bf16(down a) of `work`'s picks to their places in `out` bf16 [T * k, D]; see `gate_up`."""
+    """bf16(down a) of `work`'s picks, `gate_up`'s `inner`: row `order`[pick] (int32) of `out`
+    bf16 [picks, D]."""
     _down[(triton.cdiv(out.shape[1], tile.rows), len(work))](
-        inner, work, order, out, out.shape[1], K=intermediate, INNER=inner.shape[1],
+        _described(inner, tile), work, order, out, out.shape[1], K=intermediate,
         ROWS=tile.rows, PICKS=tile.picks, STAGES=tile.stages, WARPS=tile.warps,
         num_warps=tile.warps,
     )  # fmt: skip
+
+
+def _described(vectors: torch.Tensor, tile: Tile) -> TensorDescriptor:
+    """What the copy engine needs to know: it gives 0 for rows that there are not."""
+    return TensorDescriptor.from_tensor(vectors, [tile.picks, DEPTH])
 
 
 def sum_picks(outputs: torch.Tensor, total: torch.Tensor) -> None:

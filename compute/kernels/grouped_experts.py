@@ -1,14 +1,13 @@
 """The routed experts of a chunk of tokens, as few launches as they come in.
 
 Owns how picks are cut into tiles. Experts that lie on the device already go together; one that
-arrives goes alone, as soon as it is there. Which tile takes a pick depends on how many tokens
-picked each expert, and on nothing else.
+arrives goes alone, as soon as it is there. An element's sum is made in the same order in a tile of
+any size, so none of this shows in a bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,13 +28,15 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-def tiles_for(picks: int, experts: int) -> Tiles:
-    """The tiles for so many picks of so many experts, by how many an expert has on average."""
-    if picks <= 16 * experts:
-        return Tiles(Tile(64, 16, 4, 4), Tile(64, 16, 4, 4))
-    if picks <= 64 * experts:
-        return Tiles(Tile(64, 64, 3, 4), Tile(64, 64, 3, 4))
-    return Tiles(Tile(128, 128, 3, 8), Tile(128, 128, 3, 8))
+#: By picks. Measured on an H200 (`docs/kernels.md`).
+TILES = {
+    16: Tiles(Tile(128, 16, 4, 4), Tile(128, 16, 4, 4)),
+    32: Tiles(Tile(64, 32, 4, 4), Tile(64, 32, 4, 4)),
+    64: Tiles(Tile(64, 64, 3, 4), Tile(64, 64, 3, 4)),
+    128: Tiles(Tile(64, 128, 3, 4), Tile(128, 128, 3, 8)),
+}
+# Fewer tiles of a size than these are not worth launches of their own.
+LEAST_TILES = 8
 
 
 def routed_experts(
@@ -45,30 +46,36 @@ def routed_experts(
     arriving: Arriving,
     config: ModelConfig,
     *,
-    tiles: Tiles | None = None,
+    sizes: Mapping[int, Tiles] = TILES,
 ) -> torch.Tensor:
-    """As `compute.layers.moe.routed_experts`, for bf16 `x`."""
+    """As `compute.layers.moe.routed_experts`, for bf16 `x`; `sizes` are tiles by their picks."""
     picks, hidden = routing.picks.numel(), x.shape[1]
     intermediate = config.moe_intermediate_size
     order, weights = by_expert(routing)
-    order, vectors = order.to(torch.int32), chunk_experts.interleaved(x)
-    tiles = tiles or tiles_for(picks, sum(count > 0 for count in counts))
+    # Side by side as experts want them, so that the copy engine fetches a tile's.
+    vectors = chunk_experts.interleaved(x)[order // routing.picks.shape[1]]
+    weights, order = weights[order], order.to(torch.int32)
     # Where columns are missing of 128 the product takes zeros.
     width = -(-intermediate // chunk_experts.DEPTH) * chunk_experts.DEPTH
     fresh = torch.empty if width == intermediate else torch.zeros
     inner = fresh((picks, width), dtype=torch.bfloat16, device=x.device)
     outputs = torch.empty((picks, hidden), dtype=torch.bfloat16, device=x.device)
-    ends = np.array([0, *accumulate(counts)])
+    ends = np.cumsum([0, *counts])
 
     def multiply(experts: Sequence[int], addresses: Addresses) -> None:
-        there = np.asarray(experts, dtype=np.int64)
-        work = _work(addresses, ends[there], ends[there + 1], tiles.down.picks)
-        held = _uploaded(work, x.device)
-        chunk_experts.gate_up(
-            vectors, held, order, weights, inner, intermediate=intermediate, hidden=hidden,
-            limit=config.swiglu_limit, tile=tiles.gate_up,
-        )  # fmt: skip
-        chunk_experts.down(inner, held, order, outputs, intermediate=intermediate, tile=tiles.down)
+        which = np.asarray(experts)
+        work, lengths = tiles_of(addresses, ends[which], ends[which + 1], list(sizes))
+        held = _uploaded(work, x.device).split(lengths)
+        for tiles, some in zip(sizes.values(), held, strict=True):
+            if len(some) == 0:
+                continue
+            chunk_experts.gate_up(
+                vectors, some, weights, inner, intermediate=intermediate, hidden=hidden,
+                limit=config.swiglu_limit, tile=tiles.gate_up,
+            )  # fmt: skip
+            chunk_experts.down(
+                inner, some, order, outputs, intermediate=intermediate, tile=tiles.down
+            )
 
     if arriving.present:
         multiply(arriving.present, arriving.addresses)
@@ -80,15 +87,30 @@ def routed_experts(
     return total
 
 
-def _work(addresses: Addresses, begins: Addresses, ends: Addresses, size: int) -> Addresses:
-    """int64 [tiles, 8] as `chunk_experts.gate_up` takes it: picks begins..ends of each expert at
-    `addresses` [n, 6], cut into `size` at most."""
-    tiles = -(-(ends - begins) // size)
+def tiles_of(
+    addresses: Addresses, begins: Addresses, ends: Addresses, sizes: Sequence[int]
+) -> tuple[Addresses, list[int]]:
+    """Picks `begins`..`ends` [n] of the experts at `addresses` [n, 6], cut into tiles of `sizes`,
+    which ascend.
+
+    int64 [tiles, 8] as `chunk_experts.gate_up` takes them, and how many there are of each size, in
+    whose order they lie. An expert's picks fill tiles of the largest size and one that fits.
+    """
+    tiles = -(-(ends - begins) // sizes[-1])
     expert = np.repeat(np.arange(len(tiles)), tiles)
     number = np.arange(len(expert)) - np.repeat(tiles.cumsum() - tiles, tiles)
-    first = begins[expert] + number * size
-    last = np.minimum(first + size, ends[expert])
-    return np.concatenate((addresses[expert], first[:, None], last[:, None]), 1)
+    first = begins[expert] + number * sizes[-1]
+    last = np.minimum(first + sizes[-1], ends[expert])
+    of_size = np.searchsorted(sizes, last - first)
+    lengths = np.bincount(of_size, minlength=len(sizes)).tolist()
+    for size, length in enumerate(lengths[:-1]):
+        larger = next((other for other in range(size + 1, len(sizes)) if lengths[other]), None)
+        if larger is not None and length < LEAST_TILES:
+            of_size[of_size == size] = larger
+            lengths[larger] += length
+            lengths[size] = 0
+    work = np.concatenate((addresses[expert], first[:, None], last[:, None]), 1)
+    return work[of_size.argsort(kind="stable")], lengths
 
 
 def _uploaded(work: Addresses, device: torch.device) -> torch.Tensor:

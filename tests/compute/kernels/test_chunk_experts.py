@@ -12,7 +12,7 @@ import torch
 from compute.formats import dequantize_fp4_weight, round_trip_fp8
 from compute.kernels import chunk_experts, grouped_experts
 from compute.kernels.chunk_experts import Tile
-from compute.kernels.grouped_experts import Tiles, tiles_for
+from compute.kernels.grouped_experts import TILES, Tiles, tiles_of
 from compute.layers import moe
 from compute.sources import ExpertBytes
 from protocol.config import ModelConfig
@@ -28,6 +28,8 @@ from tests.golden.cases import MINI
 gpu = pytest.mark.gpu
 CONFIG = ModelConfig.load(MINI)
 SMALL = Tiles(Tile(64, 16, 2, 2), Tile(32, 16, 2, 1))
+# The limit that clamps nothing and one that does.
+LIMITS = [(size, 10.0 if number % 2 else 0.5) for number, size in enumerate(TILES)]
 
 
 def wide(*values: object) -> object:
@@ -65,7 +67,7 @@ def straight(interleaved: torch.Tensor, width: int) -> torch.Tensor:
 def work_of(counts: Sequence[int], held: Sequence[ExpertBytes], size: int) -> torch.Tensor:
     ends = np.cumsum([0, *counts])
     addresses = np.array([[part.data_ptr() for part in parts] for parts in held])
-    return torch.from_numpy(grouped_experts._work(addresses, ends[:-1], ends[1:], size)).to(DEVICE)
+    return torch.from_numpy(tiles_of(addresses, ends[:-1], ends[1:], [size])[0]).to(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +75,8 @@ def work_of(counts: Sequence[int], held: Sequence[ExpertBytes], size: int) -> to
     [
         (9, 2, 4, 160, 96, 0.5, SMALL),  # columns and rows that fill no block of 128
         (1, 1, 2, 128, 64, 10.0, SMALL),
-        wide(200, 6, 12, 5120, 2304, 10.0, tiles_for(1, 1)),
-        wide(200, 6, 12, 5120, 2304, 0.5, tiles_for(64, 1)),
-        wide(700, 6, 9, 5120, 2304, 10.0, tiles_for(200, 1)),
-        wide(50, 3, 5, 160, 96, 10.0, tiles_for(200, 1)),
+        *(wide(200, 6, 9, 5120, 2304, limit, TILES[size]) for size, limit in LIMITS),
+        *(wide(50, 3, 5, 160, 96, limit, TILES[size]) for size, limit in LIMITS),
     ],
 )
 def test_products_from_packed_bytes_are_exact_sums_rounded_once(
@@ -114,17 +114,6 @@ def test_products_from_packed_bytes_are_exact_sums_rounded_once(
     assert torch.equal(total, in_order)
 
 
-def arriving(
-    held: dict[int, ExpertBytes], present: Sequence[int], others: Sequence[int]
-) -> moe.Arriving:
-    addresses = [[part.data_ptr() for part in held[e]] for e in present]
-    return moe.Arriving(
-        present,
-        np.array(addresses, dtype=np.int64).reshape(-1, 6),
-        [(e, held[e]) for e in others],
-    )
-
-
 def displaced(parts: ExpertBytes) -> ExpertBytes:
     """`parts` where a shard whose header is a multiple of 8 only leaves them."""
     moved = []
@@ -134,17 +123,28 @@ def displaced(parts: ExpertBytes) -> ExpertBytes:
     return ExpertBytes(*moved)
 
 
+def arriving(
+    held: dict[int, ExpertBytes], present: Sequence[int], others: Sequence[int]
+) -> moe.Arriving:
+    addresses = [[part.data_ptr() for part in held[e]] for e in present]
+    return moe.Arriving(
+        present,
+        np.array(addresses, dtype=np.int64).reshape(-1, 6),
+        [(e, displaced(held[e])) for e in others],
+    )
+
+
 @pytest.mark.parametrize(
-    ("tokens", "k", "hidden", "intermediate", "tiles"),
+    ("tokens", "k", "hidden", "intermediate", "sizes"),
     [
-        (5, 2, 128, 64, Tiles(Tile(128, 16, 2, 2), Tile(128, 16, 2, 4))),
-        wide(11, 3, 128, 64, None),
-        wide(1, 2, 5120, 2304, None),
-        wide(300, 6, 5120, 2304, None),
+        (5, 2, 128, 64, {16: Tiles(Tile(128, 16, 2, 2), Tile(128, 16, 2, 4))}),
+        wide(11, 3, 128, 64, TILES),
+        wide(1, 2, 5120, 2304, TILES),
+        wide(300, 6, 5120, 2304, TILES),
     ],
 )
 def test_where_experts_lie_and_when_they_come_never_shows_in_a_bit(
-    tokens: int, k: int, hidden: int, intermediate: int, tiles: Tiles | None
+    tokens: int, k: int, hidden: int, intermediate: int, sizes: dict[int, Tiles]
 ) -> None:
     # 0 is picked once, 3 never.
     ids = [0, 1, 2, 4, 5, 6, 7, 8][: k + 2]
@@ -156,10 +156,9 @@ def test_where_experts_lie_and_when_they_come_never_shows_in_a_bit(
     counts = moe.pick_counts(chosen, 9).tolist()
     needed = [e for e in range(9) if counts[e]]
     assert counts[3] == 0 and counts[0] == 1
-    held[needed[-1]] = displaced(held[needed[-1]])
     ways = (needed[:-1], needed[-1:]), (needed[1:2], [needed[0], *needed[:1:-1]]), ([], needed)
     results = [
-        grouped_experts.routed_experts(x, chosen, counts, arriving(held, *way), config, tiles=tiles)
+        grouped_experts.routed_experts(x, chosen, counts, arriving(held, *way), config, sizes=sizes)
         for way in ways
     ]
     assert all(torch.equal(results[0], result) for result in results[1:])
@@ -169,8 +168,17 @@ def test_where_experts_lie_and_when_they_come_never_shows_in_a_bit(
     assert_close(results[0].cpu(), want, 2e-3)
 
 
-def test_few_picks_take_small_tiles() -> None:
-    sizes = [tiles_for(6 * tokens, min(384, 6 * tokens)) for tokens in (1, 64, 1024, 4096, 8192)]
-    picks = [tiles.down.picks for tiles in sizes]
-    assert picks == sorted(picks) and picks[0] == 16 and picks[-1] >= 64
-    assert all(tiles.gate_up.picks == tiles.down.picks for tiles in sizes)
+def test_every_pick_lies_in_one_tile_and_few_tiles_of_a_size_join_larger_ones() -> None:
+    counts = [1, 0, 16, 17, 128, 129, 300, *[20] * 8]
+    ends = np.cumsum([0, *counts])
+    addresses = np.arange(6 * len(counts)).reshape(-1, 6)
+    work, lengths = tiles_of(addresses, ends[:-1], ends[1:], [16, 32, 128])
+    # Of 16: 1, 16 and what is left of 129; of 32: 17 and eight of 20.
+    assert lengths == [0, 12, 5]
+    tiles = [(first, last, six[0] // 6) for *six, first, last in work.tolist()]
+    assert all(last - first <= 32 for first, last, _ in tiles[:12])
+    assert all(32 < last - first <= 128 for first, last, _ in tiles[12:])
+    tiles.sort()
+    assert [first for first, _, _ in tiles] == [0, *(last for _, last, _ in tiles[:-1])]
+    assert all(ends[e] <= first < last <= ends[e + 1] for first, last, e in tiles)
+    assert tiles[-1][1] == sum(counts)
