@@ -44,13 +44,11 @@ Key = tuple[int, int]  # (layer, expert)
 class HoldingSource(ExpertSource, Protocol):
     """What the tier asks of the arena's source."""
 
-    def hold(self, layer: int, experts: Sequence[int]) -> list[HeldExpert]:
-        """All of `experts` at once, where they lie, until the next `release`. Raises ReadError and
-        StallError as `fetch` does."""
-        ...
-
-    def resident(self, layer: int, experts: Sequence[int]) -> bool:
-        """Whether `hold` would find all of them now, and ask nobody."""
+    def hold(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> list[HeldExpert]:
+        """All of `experts` at once, where they lie, until the next `release`; `asking` is called
+        before anybody is asked. Raises ReadError and StallError as `fetch` does."""
         ...
 
     def read_until(self, event: torch.cuda.Event) -> None:
@@ -165,21 +163,22 @@ class DeviceExperts:
         self.counts[counters.DEVICE_HITS] += len(experts)
 
     def place(self, layer: int, experts: Sequence[int]) -> Addresses:
-        return self._bring(layer, experts, running=False)
+        return self._bring(layer, experts)
 
-    def bring(self, layer: int, experts: Sequence[int]) -> Addresses:
-        """As `place`, for a token that is running and waits at `layer`: addresses to be read once
-        what `behind_copies` enqueues next is done."""
-        return self._bring(layer, experts, running=True)
+    def bring(self, layer: int, experts: Sequence[int], asking: Callable[[], None]) -> Addresses:
+        """As `place`, inside `serving`, for a token that is running and waits at `layer`: addresses
+        to be read once what is enqueued next is done. `asking` as in `HoldingSource.hold`."""
+        return self._bring(layer, experts, asking)
 
-    def near(self, layer: int, experts: Sequence[int]) -> bool:
-        """Whether `bring` would find all of them here or in the arena now, and ask nobody."""
-        missing = [expert for expert in experts if (layer, expert) not in self._slot_of]
-        return self._arena.resident(layer, missing)
-
-    def behind_copies(self) -> AbstractContextManager[object]:
-        """What is enqueued inside is done after all copies up to now."""
+    def serving(self) -> AbstractContextManager[object]:
+        """What is enqueued inside is done after all copies up to then, and waits for no token that
+        runs."""
         return torch.cuda.stream(self._copying) if self._on_gpu else nullcontext()
+
+    def join_copies(self) -> None:
+        """What is launched next waits for all copies, answered or not."""
+        if self._on_gpu:
+            torch.cuda.current_stream().wait_stream(self._copying)
 
     def make_room(self) -> None:
         """Before a token runs: leave slots free for what it will miss."""
@@ -190,17 +189,18 @@ class DeviceExperts:
         """A running token is past the layer before, and reads no slot of the arena."""
         self._arena.release()
 
-    def _bring(self, layer: int, experts: Sequence[int], *, running: bool) -> Addresses:
+    def _bring(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> Addresses:
         keys = [(layer, expert) for expert in experts]
         missing = [key for key in keys if key not in self._slot_of]
-        for key in keys:
-            if key in self._slot_of:
-                self._slot_of.move_to_end(key)
-        self.counts[counters.DEVICE_HITS] += len(keys) - len(missing)
         direct: dict[Key, list[int]] = {}
         if missing:
-            held = self._arena.hold(layer, [expert for _, expert in missing])
+            held = self._arena.hold(layer, [expert for _, expert in missing], asking)
+            running = asking is not None
             direct = self._take_in(dict(zip(missing, held, strict=True)), keys, running)
+        # Once the copies are under way: a token may be waiting for them.
+        self.used(layer, [expert for expert in experts if (layer, expert) not in missing])
         return np.array(
             [direct[key] if key in direct else self._addresses[self._slot_of[key]] for key in keys]
         )
@@ -273,16 +273,14 @@ class DeviceExperts:
                 if all(address % ALIGNMENT == 0 for address in addresses):
                     direct[key] = addresses
         to_copy = {key: expert for key, expert in held.items() if key not in direct}
-        if to_copy and self._on_gpu:
-            if not running:
-                # What still reads a slot that is given up was launched before.
-                self._copying.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._copying):
+        if to_copy and running:
+            self._copy(to_copy, may_go)
+        elif to_copy and self._on_gpu:
+            # What still reads a slot that is given up was launched before.
+            self._copying.wait_stream(torch.cuda.current_stream())
+            with self.serving():
                 self._copy(to_copy, may_go)
-                copied = torch.cuda.Event()
-                copied.record()
-            torch.cuda.current_stream().wait_event(copied)
-            self._arena.read_until(copied)
+            self.join_copies()
         elif to_copy:
             self._copy(to_copy, may_go)
         return direct
@@ -295,6 +293,10 @@ class DeviceExperts:
                 part = expert.memory[begin : begin + size]
                 into[start : start + size].copy_(part, non_blocking=True)
             self._lies(key, slot)
+        if self._on_gpu:
+            copied = torch.cuda.Event()
+            copied.record()
+            self._arena.read_until(copied)
         self.counts[counters.DEVICE_COPIES] += len(held)
 
     def _runs(self, place: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -59,8 +59,7 @@ class DecodeStep:
         yarn = frequencies(dim, config.compress_rope_theta, config.rope_scaling)
         self._plain = frequencies(dim, config.rope_theta, None).to(device)
         self._yarn = yarn.to(device)
-        self._lanes = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        self._forked: list[torch.cuda.Stream] = []
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._restricted = _restricted_layers(config)
         self._state: SequenceState | None = None
         self._key_source: int | None = None
@@ -74,8 +73,6 @@ class DecodeStep:
 
     def bind(self, state: SequenceState) -> None:
         """The next token is `state`'s: see that it has room, before anything is launched."""
-        # What a launch that failed left behind.
-        self._forked.clear()
         state.make_room()
         self.buffers.fit(state)
         self._state = state
@@ -303,23 +300,19 @@ class DecodeStep:
         self._k.fp8_matvec(b.shared_inner, *weights.shared_down, b.shared)
 
     @contextmanager
-    def beside(self, lane: int = 0) -> Iterator[None]:
-        """Launch on one of two other streams what the critical path does not wait for until
-        `join`."""
-        if not self._lanes:
+    def beside(self) -> Iterator[None]:
+        """Launch on a second stream what the critical path does not wait for until `join`."""
+        if self._side is None:
             yield
             return
-        stream = self._lanes[lane]
-        stream.wait_stream(torch.cuda.current_stream())
-        self._forked.append(stream)
-        with torch.cuda.stream(stream):
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             yield
 
     def join(self) -> None:
         """Let what is launched next wait for all that was launched `beside`."""
-        for stream in self._forked:
-            torch.cuda.current_stream().wait_stream(stream)
-        self._forked.clear()
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
 
 def _restricted_layers(config: ModelConfig) -> set[int]:

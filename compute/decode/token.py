@@ -20,7 +20,7 @@ import torch
 from compute.bounded_wait import BoundedWait
 from compute.decode.decoder import Decoder, SingleTokens
 from compute.decode.graphs import TokenRunner
-from compute.decode.mailbox import Mailbox, Record
+from compute.decode.mailbox import Mailbox, Record, Words
 from compute.device_experts import DeviceExperts
 from compute.kernels import kernels_for
 from compute.sequence import SequenceState
@@ -82,12 +82,13 @@ class TokenDecoder(SingleTokens):
         if not self._runner.start(self._whole):
             return self._eager.run(token, state, ticket)
         try:
-            with self._tracer.span("token's graph"):
+            with self._tracer.span("token's graph"), self._tier.serving():
                 self._serve()
         finally:
             self._end()
         if self._mailbox.gave_up:
             self._say_repeated()
+            self._tier.join_copies()
             return self._eager.run(token, state, ticket)
         return self.step.buffers.logits.flatten().clone()
 
@@ -109,13 +110,10 @@ class TokenDecoder(SingleTokens):
 
     def _look_up(self, layer: int) -> None:
         b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._tier.slots
-        # A kernel ends once the host has what it wrote, which nobody need wait for; and the host
-        # shall not wait for the shared expert.
-        with self.step.beside(1):
-            k.tell(
-                b.routed, b.tag, slots.of[layer], mailbox.records[layer],
-                layer=layer, picks=self._picks,
-            )  # fmt: skip
+        k.tell(
+            b.routed, b.tag, slots.of[layer], mailbox.records[layer],
+            layer=layer, picks=self._picks,
+        )  # fmt: skip
         k.ask(
             b.tag, b.given_up, slots.first, mailbox.status, mailbox.answer, b.table,
             layer=layer, looks=self._looks,
@@ -125,7 +123,6 @@ class TokenDecoder(SingleTokens):
         """Run the kernels that eager tokens do without, on a token that waits for nothing."""
         self.step.buffers.given_up.fill_(1)
         self._look_up(0)
-        self.step.join()
         self._warm = True
 
     def _serve(self) -> None:
@@ -136,25 +133,30 @@ class TokenDecoder(SingleTokens):
                 return
             self._tier.passed()
             picks: list[int] = record.routed[: self._picks].tolist()
-            asks = record.waits and not self._tier.near(layer, picks)
-            # Who is asked for what is missing shall know the prediction before we wait for him.
-            if asks:
-                self._eager.hint(layer, picks, record.routed)
+            hinted = False
             if record.waits:
-                self._answer(layer, picks)
+                hinted = self._answer(layer, picks, record.routed)
             else:
                 self._tier.used(layer, picks)
-            if not asks:
+            if not hinted:
                 self._eager.hint(layer, picks, record.routed)
 
-    def _answer(self, layer: int, picks: list[int]) -> None:
-        addresses = None
+    def _answer(self, layer: int, picks: list[int], routed: Words) -> bool:
+        """Say where `picks` lie once they are on their way. Whether the hint went out: who is asked
+        for what is missing shall have it before we wait for him."""
+        hinted, addresses = False, None
+
+        def hint() -> None:
+            nonlocal hinted
+            self._eager.hint(layer, picks, routed)
+            hinted = True
+
         try:
             with self._tracer.span("place experts", layer=layer):
-                addresses = self._tier.bring(layer, picks)
+                addresses = self._tier.bring(layer, picks, hint)
         finally:
-            with self._tier.behind_copies():
-                self._mailbox.reply(layer, addresses)
+            self._mailbox.reply(layer, addresses)
+        return hinted
 
     def _await(self, layer: int) -> Record | None:
         """`layer`'s record; None where the token has ended without one."""

@@ -5,6 +5,10 @@ the host what was picked and predicted, through registered host memory. The othe
 router found no address of a pick, waits for the host's answer, with a bound; a wait that runs out
 is the last one of its token.
 
+They are launched one right after the other. On a device with dependent launches the second runs
+while what the first wrote is still on its way to the host's memory, which takes longer than all
+else; nowhere does it run before the first.
+
 Every word of the record and of the answer carries the token's tag and layer in its upper half. So
 none needs to be written or seen before another, and a half that is old is never taken for new.
 """
@@ -44,7 +48,6 @@ def _lower_half(word):
 def _tell(
     routed, tag, slots, record, layer, said, PICKS: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    release_next()
     wait_for_previous()
     stamp = (tl.load(tag) + layer) << 32
     word = tl.arange(0, WORDS)
@@ -52,6 +55,8 @@ def _tell(
     absent = tl.load(slots + value, mask=word < PICKS, other=0) < 0
     half = _lower_half(value.to(tl.int64)) | (absent.to(tl.int64) << 31)
     _post(record + word, half | stamp)
+    # Only now: what follows does not wait for our end, which is when the host has all of it.
+    release_next()
 
 
 @triton.jit
@@ -60,15 +65,16 @@ def _ask(
     PICKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     release_next()
-    wait_for_previous()
+    # No wait for `tell`, which releases us once it has read and said all. What we read was written
+    # before it began, past this multiprocessor's own cache.
     pick, part = tl.arange(0, PADDED)[:, None], tl.arange(0, 8)[None, :]
     there = (pick < PICKS) & (part < 6)
-    address = tl.load(table + pick * 6 + part, mask=there, other=1)
+    address = tl.load(table + pick * 6 + part, mask=there, other=1, cache_modifier=".cg")
     absent = (address == 0).to(tl.int32)
     if tl.max(tl.max(absent, axis=1), axis=0) > 0:
-        stamp = (tl.load(tag) + layer) << 32
+        stamp = (tl.load(tag, cache_modifier=".cg") + layer) << 32
         # After a wait that ran out the rest of the token is for nothing, and waits no more.
-        left = tl.where(tl.load(given_up) == 0, looks, 0)
+        left = tl.where(tl.load(given_up, cache_modifier=".cg") == 0, looks, 0)
         low = tl.full((PADDED, 8), 0, tl.int64)
         high = tl.full((PADDED, 8), 0, tl.int64)
         here = tl.full((), 0, tl.int32)
@@ -126,6 +132,8 @@ def ask(
     looks: int,
 ) -> None:
     """Wait for the host's addresses of `layer`'s picks where one is absent: zero in `table`.
+
+    To be launched right after `tell`.
 
     `table` int64 [k, 6]; valid but of other experts after a wait that ran out, from `first_slot`
     int64 [6]. `tag` as `tell` has it. `given_up` int64 [1] becomes 1, and `status` int64 [1] on the

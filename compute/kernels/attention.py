@@ -31,9 +31,9 @@ from compute.kernels.numeric import (
 HEADS = 16
 #: Rows a block has.
 ROWS = 64
-#: Columns of the values a program takes, and blocks whose loads it has under way at once.
-COLUMNS = 32
-TOGETHER = 5
+#: Columns of the values a program takes, and the most blocks that it takes at once.
+COLUMNS = 16
+MOST_TOGETHER = 16
 
 
 @triton.jit
@@ -46,11 +46,10 @@ def _scores_dot(a, b):
 
 @triton.jit
 def _slot_rows(
-    block, token, window, window_index, window_slots, compressed, chosen, chosen_slots,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    slot, token, window, window_index, window_slots, compressed, chosen, chosen_slots,
+    D: tl.constexpr,
 ):  # fmt: skip
-    """(pointers [ROWS] to the rows of a block's slots, which of them there are)."""
-    slot = block * ROWS + tl.arange(0, ROWS)
+    """(pointers to the rows of `slot`, which of them there are)."""
     near = slot < window_slots
     row = tl.load(window_index + token * window_slots + slot, mask=near, other=-1)
     far = slot - window_slots
@@ -72,9 +71,11 @@ def _attend_scores(
     block, token = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BLOCK_D)
+    slot = tl.arange(0, ROWS)
     rows, seen = _slot_rows(
-        block, token, window, window_index, window_slots, compressed, chosen, chosen_slots, D, ROWS
-    )
+        block * ROWS + slot,
+        token, window, window_index, window_slots, compressed, chosen, chosen_slots, D,
+    )  # fmt: skip
     here = (head < heads)[:, None] & (column < D)[None, :]
     at = (token * heads + head)[:, None] * D + column[None, :]
     query = tl.load(q + at, mask=here, other=0.0).to(tl.float32)
@@ -89,7 +90,6 @@ def _attend_scores(
     score = _scores_dot(as_bf16(query), tl.trans(kv)) * scale
     score = tl.where(seen[None, :], score, float("-inf"))
     place = (token * blocks + block) * heads + head
-    slot = tl.arange(0, ROWS)
     tl.store(scores + place[:, None] * ROWS + slot[None, :], score, mask=(head < heads)[:, None])
     tl.store(greatest + place, tl.max(score, axis=1), mask=head < heads)
 
@@ -101,60 +101,54 @@ def _attend_values(
     D: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    release_next()
+    wait_for_previous()
     token = tl.program_id(2)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = head < heads
-    slot = tl.arange(0, ROWS)
-    release_next()
-    wait_for_previous()
+    sunk = tl.load(sink + head, mask=there, other=0.0).to(tl.float32)
     every = tl.arange(0, BLOCKS)
-    most = tl.load(
-        greatest + (token * blocks + every)[None, :] * heads + head[:, None],
-        mask=(every < blocks)[None, :] & there[:, None],
+    tops = tl.load(
+        greatest + (token * blocks + every)[:, None] * heads + head[None, :],
+        mask=(every < blocks)[:, None] & there[None, :],
         other=float("-inf"),
     )
-    sunk = tl.load(sink + head, mask=there, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.max(most, axis=1), sunk)
-    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    most = tl.maximum(tl.max(tops, axis=0), sunk)
     total = tl.exp(sunk - most)
     y = tl.zeros((HEADS, COLUMNS), tl.float32)
     for first in range(0, blocks, TOGETHER):
-        # All loads of some blocks first: what follows has barriers, which no load passes.
-        values, weights, tops = (), (), ()
-        for i in tl.static_range(TOGETHER):
-            block = first + i
-            rows, seen = _slot_rows(
-                block, token, window, window_index, window_slots, compressed, chosen, chosen_slots,
-                D, ROWS,
-            )  # fmt: skip
-            place = (token * blocks + block) * heads + head
-            # None of a block behind the last.
-            here = there & (head < (blocks - block) * heads)
-            values += (  # type: ignore[assignment]
-                tl.load(
-                    rows[:, None] + column[None, :],
-                    mask=seen[:, None] & (column < D)[None, :],
-                    other=0.0,
-                ),
-            )
-            weights += (  # type: ignore[assignment]
-                tl.load(
-                    scores + place[:, None] * ROWS + slot[None, :],
-                    mask=here[:, None],
-                    other=float("-inf"),
-                ),
-            )
-            top_here = tl.load(greatest + place, mask=here, other=float("-inf"))
-            tops += (top_here,)  # type: ignore[assignment]
-        for i in tl.static_range(TOGETHER):
-            top = tl.maximum(top, tops[i])
-            # -inf as long as no slot of any block is there.
-            origin = tl.where(top == float("-inf"), 0.0, top)
-            probability = tl.exp(weights[i] - origin[:, None])
-            share = tl.exp(top - most)
-            total += tl.sum(probability, axis=1) * share
-            y += _scores_dot(as_bf16(probability), values[i]) * share[:, None]
+        slot = first * ROWS + tl.arange(0, TOGETHER * ROWS)
+        rows, seen = _slot_rows(
+            slot, token, window, window_index, window_slots, compressed, chosen, chosen_slots, D
+        )
+        values = tl.load(
+            rows[:, None] + column[None, :], mask=seen[:, None] & (column < D)[None, :], other=0.0
+        )
+        block = first + tl.arange(0, TOGETHER)
+        place = (token * blocks + block)[:, None] * heads + head[None, :]
+        here = (block < blocks)[:, None] & there[None, :]
+        score = tl.load(
+            scores + place[:, :, None] * ROWS + tl.arange(0, ROWS)[None, None, :],
+            mask=here[:, :, None],
+            other=float("-inf"),
+        )
+        # The greatest of every block up to each one of these.
+        earlier = (token * blocks + every)[None, None, :] * heads + head[None, :, None]
+        top = tl.max(
+            tl.load(
+                greatest + earlier,
+                mask=here[:, :, None] & (every[None, :] <= block[:, None])[:, None, :],
+                other=float("-inf"),
+            ),
+            axis=2,
+        )
+        # -inf as long as no slot of any block is there.
+        probability = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, :, None])
+        share = tl.exp(top - most[None, :])
+        total += tl.sum(tl.sum(probability, axis=2) * share, axis=0)
+        weighed = _scores_dot(as_bf16(probability), tl.reshape(values, (TOGETHER, ROWS, COLUMNS)))
+        y += tl.sum(weighed * share[:, :, None], axis=0)
     y = to_bf16(y / total[:, None])
     even, odd = tl.split(tl.reshape(y, (HEADS, COLUMNS // 2, 2)))
     # The inverse rotation of the tail: the partner's part with its sign turned.
@@ -217,8 +211,10 @@ def attend(
         q, cos, sin, *rows, *scratch, heads, blocks, width**-0.5,
         D=width, ROTATED=rotated, BLOCK_D=padded, HEADS=HEADS, ROWS=ROWS, num_warps=4, **PDL,
     )  # fmt: skip
+    padded_blocks = triton.next_power_of_2(blocks)
+    together = min(padded_blocks, MOST_TOGETHER)
     _attend_values[(groups, triton.cdiv(width, COLUMNS), tokens)](
         *rows, *scratch, sink, cos, sin, out, heads, blocks,
-        D=width, ROTATED=rotated, HEADS=HEADS, ROWS=ROWS, COLUMNS=COLUMNS,
-        BLOCKS=triton.next_power_of_2(blocks), TOGETHER=min(blocks, TOGETHER), num_warps=4, **PDL,
+        D=width, ROTATED=rotated, HEADS=HEADS, ROWS=ROWS, COLUMNS=COLUMNS, BLOCKS=padded_blocks,
+        TOGETHER=together, num_warps=8 if together > 4 else 4, num_stages=1, **PDL,
     )  # fmt: skip

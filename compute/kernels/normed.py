@@ -16,7 +16,6 @@ from compute.kernels.dense import (
     Tile,
     codes_at,
     columns_a_split,
-    fp8_tile,
     scaled_sums,
 )
 from compute.kernels.launching import PDL
@@ -32,6 +31,8 @@ from compute.kernels.numeric import (
 #: Columns of which a norm is summed at once.
 STEP = 1024
 
+# Measured on an H200 (`docs/kernels.md`).
+FP8_TILE = Tile(16, 512, 4)
 BF16_TILE = Tile(16, 512, 4)
 
 
@@ -126,7 +127,7 @@ def normed_fp8_matvec(
     normed: torch.Tensor | None = None,
     *,
     eps: float,
-    tile: Tile | None = None,
+    tile: Tile = FP8_TILE,
 ) -> None:
     """Shares of an fp8 weight's product with one token, normalized and rounded.
 
@@ -136,7 +137,6 @@ def normed_fp8_matvec(
     takes y itself.
     """
     (rows, columns), splits = weight.shape, out.shape[0]
-    tile = tile or fp8_tile(columns, splits)
     _normed_fp8[(triton.cdiv(rows, tile.rows), splits)](
         x, norm, weight, scale, out, x if normed is None else normed, rows,
         columns_a_split(columns, splits, tile.depth), eps,

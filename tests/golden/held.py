@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,12 +31,11 @@ class HeldExperts:
                 self._memory[layer, expert] = HeldExpert(memory, place)
         self.fetch, self.hint, self.release = held.fetch, held.hint, held.release
 
-    def hold(self, layer: int, experts: Sequence[int]) -> list[HeldExpert]:
+    def hold(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> list[HeldExpert]:
         self.asked += 1
         return [self._memory[layer, expert] for expert in experts]
-
-    def resident(self, layer: int, experts: Sequence[int]) -> bool:
-        return True
 
     def read_until(self, event: torch.cuda.Event) -> None:
         """Nothing is ever rewritten."""

@@ -156,11 +156,13 @@ class Failing(HeldExperts):
         super().__init__()
         self._nth = nth
 
-    def hold(self, layer: int, experts: Sequence[int]) -> list[HeldExpert]:
+    def hold(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> list[HeldExpert]:
         if self.asked + 1 == self._nth:
             self.asked += 1
             raise ReadError(f"layer {layer}: shard 7: Input/output error")
-        return super().hold(layer, experts)
+        return super().hold(layer, experts, asking)
 
 
 def test_a_failed_read_leaves_the_device_waiting_or_the_next_token_wrong() -> None:

@@ -92,3 +92,22 @@ def test_an_expert_that_cannot_be_read_leaves_the_slots_as_they_were() -> None:
 def test_fewer_slots_than_two_layers_picks_are_refused() -> None:
     with ExpertRig(8) as rig, pytest.raises(HeadraceError, match="at least 6"):
         DeviceExperts(rig.experts, mini_config(), CPU, 5)
+
+
+def test_a_hint_goes_out_before_somebody_is_asked_and_not_where_nobody_is() -> None:
+    with ExpertRig(8) as rig:
+        tier = DeviceExperts(rig.experts, mini_config(), CPU, 6)
+        asked: list[int] = []
+
+        def asking() -> None:
+            assert not rig.messages("Demand")
+            asked.append(1)
+
+        assert_bytes(tier.bring(2, [1, 4, 9], asking), 2, [1, 4, 9])
+        tier.passed()
+        assert asked == [1] and rig.messages("Demand")
+        # The device has lost what the arena still has.
+        tier.hide([(2, 1), (2, 4), (2, 9)])
+        assert_bytes(tier.bring(2, [1, 4, 9], asking), 2, [1, 4, 9])
+        tier.passed()
+        assert asked == [1]
