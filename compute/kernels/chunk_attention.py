@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compute.kernels.numeric import PORTABLE, as_bf16
+from compute.kernels.numeric import PORTABLE, as_bf16, exact_exp
 from compute.rope import Rotation
 
 #: Heads one program takes at most.
@@ -79,13 +79,13 @@ def _attend_chunk(
         score = tl.where(seen[None, :], _dot(query, tl.trans(keys)) * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
         origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen: exp(-inf) is 0
-        rescale = tl.exp(highest - origin)
-        share = tl.exp(score - origin[:, None])
+        rescale = exact_exp(highest - origin)
+        share = exact_exp(score - origin[:, None])
         total = total * rescale + tl.sum(share, axis=1)
         summed = summed * rescale[:, None] + _dot(as_bf16(share), keys)
         highest = higher
     sunk = tl.load(sink + head, mask=head < heads, other=0.0).to(tl.float32)
-    total += tl.exp(sunk - highest)  # infinite where nothing was seen: 0 / inf is 0
+    total += exact_exp(sunk - highest)  # infinite where nothing was seen: 0 / inf is 0
     tl.store(out + at, as_bf16(summed / total[:, None]), mask=here)
 
 

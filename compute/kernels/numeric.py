@@ -12,7 +12,7 @@ import os
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
 #: True in Triton's interpreter, which has no inline assembly, no dependent launch, and a wrong bf16
 #: `tl.dot`.
@@ -122,6 +122,16 @@ def to_bf16(x):
 def as_bf16(x):
     """bf16 of fp32 `x`, to nearest even."""
     return to_bf16(x).to(tl.bfloat16)
+
+
+@triton.jit
+def exact_exp(x):
+    """e^x within an ulp or two, where `tl.exp` is off by some ten of them far from 0: what is
+    rounded to bf16 next then crosses a boundary as rarely as torch's."""
+    if PORTABLE:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
 
 
 @triton.jit

@@ -7,9 +7,10 @@ not full waits for the next pass.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from compute.formats import round_trip_fp4_index, round_trip_fp4_kv
-from compute.layers.linear import linear, linear_fp32
+from compute.layers.linear import linear
 from compute.layers.norm import rms_norm
 from compute.rope import Rope, Rotation, rotate_tail
 from compute.sequence import SequenceState
@@ -79,7 +80,8 @@ class Compressor:
         wkv, wgate = self._weights.wkv, self._weights.wgate
         if wgate is None:
             return linear(x, wkv)
-        products = [linear_fp32(x, weight) for weight in (wkv, wgate)]
+        # Not `linear_fp32`: what follows is rounded to four bits, where every bit may count.
+        products = [F.linear(x.float(), weight.float()) for weight in (wkv, wgate)]
         both = torch.cat((state.pending(self._layer, start), torch.stack(products)), 1)
         full = both.shape[1] // self._ratio * self._ratio
         state.pending(self._layer, start + len(x)).copy_(both[:, full:])
