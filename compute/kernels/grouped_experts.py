@@ -31,9 +31,9 @@ class Tiles(NamedTuple):
 #: By picks. Measured on an H200 (`docs/kernels.md`).
 TILES = {
     16: Tiles(Tile(128, 16, 4, 4), Tile(128, 16, 4, 4)),
-    32: Tiles(Tile(64, 32, 4, 4), Tile(64, 32, 4, 4)),
-    64: Tiles(Tile(64, 64, 3, 4), Tile(64, 64, 3, 4)),
-    128: Tiles(Tile(64, 128, 3, 4), Tile(128, 128, 3, 8)),
+    32: Tiles(Tile(128, 32, 3, 4), Tile(128, 32, 3, 4)),
+    64: Tiles(Tile(128, 64, 3, 4), Tile(128, 64, 3, 4)),
+    128: Tiles(Tile(64, 128, 2, 4), Tile(128, 128, 2, 8)),
 }
 # Fewer tiles of a size than these are not worth launches of their own.
 LEAST_TILES = 8

@@ -118,7 +118,7 @@ def displaced(parts: ExpertBytes) -> ExpertBytes:
     """`parts` where a shard whose header is a multiple of 8 only leaves them."""
     moved = []
     for part in parts:
-        room = torch.empty(part.numel() + 8, dtype=torch.uint8, device=DEVICE)
+        room = torch.empty(part.numel() + 8, dtype=torch.uint8, device=part.device)
         moved.append(room[8:].view(part.shape).copy_(part))
     return ExpertBytes(*moved)
 
