@@ -162,13 +162,15 @@ class DeviceExperts:
             self._slot_of.move_to_end((layer, expert))
         self.counts[counters.DEVICE_HITS] += len(experts)
 
-    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
-        return self._bring(layer, experts)
+    def place(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> Addresses:
+        return self._bring(layer, experts, asking, running=False)
 
     def bring(self, layer: int, experts: Sequence[int], asking: Callable[[], None]) -> Addresses:
         """As `place`, inside `serving`, for a token that is running and waits at `layer`: addresses
         to be read once what is enqueued next is done. `asking` as in `HoldingSource.hold`."""
-        return self._bring(layer, experts, asking)
+        return self._bring(layer, experts, asking, running=True)
 
     def serving(self) -> AbstractContextManager[object]:
         """What is enqueued inside is done after all copies up to then, and waits for no token that
@@ -190,14 +192,18 @@ class DeviceExperts:
         self._arena.release()
 
     def _bring(
-        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+        self,
+        layer: int,
+        experts: Sequence[int],
+        asking: Callable[[], None] | None,
+        *,
+        running: bool,
     ) -> Addresses:
         keys = [(layer, expert) for expert in experts]
         missing = [key for key in keys if key not in self._slot_of]
         direct: dict[Key, list[int]] = {}
         if missing:
             held = self._arena.hold(layer, [expert for _, expert in missing], asking)
-            running = asking is not None
             direct = self._take_in(dict(zip(missing, held, strict=True)), keys, running)
         # Once the copies are under way: a token may be waiting for them.
         self.used(layer, [expert for expert in experts if (layer, expert) not in missing])
@@ -275,14 +281,10 @@ class DeviceExperts:
         to_copy = {key: expert for key, expert in held.items() if key not in direct}
         if to_copy and running:
             self._copy(to_copy, may_go)
-        elif to_copy and self._on_gpu:
-            # What still reads a slot that is given up was launched before.
-            self._copying.wait_stream(torch.cuda.current_stream())
+        elif to_copy:
             with self.serving():
                 self._copy(to_copy, may_go)
             self.join_copies()
-        elif to_copy:
-            self._copy(to_copy, may_go)
         return direct
 
     def _copy(self, held: dict[Key, HeldExpert], may_go: Callable[[Key], bool]) -> None:

@@ -42,7 +42,9 @@ class ResidentExperts:
         held = self._layers[layer]
         return ((expert, held[expert]) for expert in self._arrival(layer, experts))
 
-    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
+    def place(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> Addresses:
         held = self._layers[layer]
         return np.array([[part.data_ptr() for part in held[expert]] for expert in experts])
 

@@ -28,6 +28,8 @@ class GrowingRows:
         """`storage` bf16 [n, width] is where the first n rows go."""
         empty = torch.empty(0, width, dtype=torch.bfloat16, device=device)
         self._storage = empty if storage is None else storage
+        # Asked for many times a token, and dear to ask of a tensor.
+        self._capacity = self._storage.shape[0]
         self._count = 0
 
     def __len__(self) -> int:
@@ -41,12 +43,18 @@ class GrowingRows:
     def room(self, more: int) -> torch.Tensor:
         """The storage [n, width], with space for `more` rows behind those held."""
         count = self._count + more
-        if count > len(self._storage):
+        if count > self._capacity:
             width = self._storage.shape[1]
-            grown = self._storage.new_empty(max(count, 2 * len(self._storage), 64), width)
+            self._capacity = max(count, 2 * self._capacity, 64)
+            grown = self._storage.new_empty(self._capacity, width)
             grown[: self._count] = self.rows
             self._storage = grown
         return self._storage
+
+    @property
+    def capacity(self) -> int:
+        """How many rows the storage takes."""
+        return self._capacity
 
     def written(self, more: int) -> None:
         """`more` rows behind those held have been written in `room`."""

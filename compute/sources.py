@@ -7,7 +7,7 @@ forward pass promises never to keep a view of expert bytes past the moment the i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -79,12 +79,15 @@ class ExpertSource(Protocol):
 class PlacedExperts(ExpertSource, Protocol):
     """An ExpertSource that also says where experts lie, all that a layer needs at once."""
 
-    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
+    def place(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> Addresses:
         """int64 [n, 6]: for each of `experts` the addresses of its tensors, as in ExpertBytes.
 
         Each is a multiple of 16. The device may read them from what is launched on the current
-        stream after this call, up to the next `release`. Waits until all are there; raises
-        ReadError and StallError as `fetch` does.
+        stream after this call, up to the next `release`; the caller knows that it reads none that
+        were placed for another layer any more. Waits until all are there, having called `asking`
+        before anybody is asked; raises ReadError and StallError as `fetch` does.
         """
         ...
 

@@ -119,7 +119,7 @@ class Buffers:
 
     def fit(self, state: SequenceState) -> None:
         """Have room to score every row that `state` has room for."""
-        rows = max((len(held.room(0)) for held in state.index_keys.values()), default=0)
+        rows = max((held.capacity for held in state.index_keys.values()), default=0)
         if rows > self.scores.shape[1]:
             self.scores = self.scores.new_zeros(1, rows)
             self.blocks = self.blocks.new_zeros(1, -(-rows // self.block_size))

@@ -1,9 +1,8 @@
 """One token through the kernels, with the host's part of every layer between their launches.
 
-Owns the order of host and device: a layer's picks are read back, those that the device does not
-find by itself are asked for and their addresses handed down, and everything up to the next layer's
-picks is launched. What is launched at once is a segment: a token has one more than the model has
-layers.
+Owns the order of host and device: a layer says what it picked, what the device does not find by
+itself is asked for and its addresses handed down, and everything up to the next layer's picks is
+launched. What is launched at once is a segment: a token has one more than the model has layers.
 """
 
 from __future__ import annotations
@@ -11,18 +10,31 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from compute.decode.graphs import SegmentRunner
+from compute.decode.mailbox import Mailbox, Words
 from compute.decode.step import DecodeStep
 from compute.device_experts import DeviceExperts
 from compute.sequence import SequenceState
 from compute.sources import EngramSource, NullTracer, PlacedExperts, Tracer
+from protocol.errors import HeadraceError
 
-Words = npt.NDArray[np.int32]
+
+class Once:
+    """A layer's hint, given at the first of two calls: ahead of a demand where there is one, else
+    behind the launch."""
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say: Callable[[], None] | None = say
+
+    def __call__(self) -> None:
+        say, self._say = self._say, None
+        if say is not None:
+            say()
 
 
 class SingleTokens(ABC):
@@ -76,52 +88,53 @@ class Decoder(SingleTokens):
         self._pinned = buffers.routed.is_cuda
         # Where the device finds experts by itself, as long as all of a layer's are there.
         self._tier = experts if isinstance(experts, DeviceExperts) else None
-        # Written by the host before a segment that reads it is launched, read back after one.
+        device = buffers.streams.device
+        every = (self._layers, step.config.n_routed_experts)
+        nowhere = torch.zeros(every, dtype=torch.int32, device=device)
+        self._slots = nowhere if self._tier is None else self._tier.slots.of
+        self.mailbox = Mailbox(self._layers, self._picks, len(buffers.predicted), device)
+        # Written by the host before a segment that reads it is launched.
         self.inputs = self._on_host(buffers.inputs)
         self.rows = self._on_host(buffers.engram)
         self._table = self._on_host(buffers.table)
-        self._routed = self._on_host(buffers.routed)
-        self._input_words, self._routed_words = self.inputs.numpy(), self._routed.numpy()
+        self._input_words = self.inputs.numpy()
         self._stream: torch.cuda.Stream | None = None
         self.waits = 0
         self.waited_s = 0.0
         self._segments = [self._segment(layer) for layer in range(self._layers + 1)]
 
-    def begin(self, token: int, state: SequenceState, tag: int = 0) -> None:
+    def begin(self, token: int, state: SequenceState) -> None:
         """What the device is told of the token, in `inputs`."""
         self.step.bind(state)
-        self._input_words[:] = token, state.length, tag, 0
+        self._input_words[:] = token, state.length, self.mailbox.begin(), 0
 
     def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
-        # Asked for once: it is what a layer's wait for its picks would begin with.
+        # Asked for once: it is dear.
         self._stream = torch.cuda.current_stream() if self._pinned else None
         self.begin(token, state)
         self.fetch_rows(0, ticket)
         self._runner.run(0, self._segments[0])
         for layer in range(self._layers):
             with self._tracer.span("wait for picks", layer=layer):
-                routed = self._read_back()
+                routed = self._hear(layer)
             picks: list[int] = routed[: self._picks].tolist()
             held = self._tier is not None and self._tier.holds(layer, picks)
-            if held:
-                # The read-back is overwritten by what is launched next.
-                routed = routed.copy()
-            else:
-                # Who is asked for what is missing shall know the prediction before we wait for him.
-                self.hint(layer, picks, routed)
-                self._place(layer, picks)
+            hint = Once(partial(self.hint, layer, picks, routed))
+            if not held:
+                self._place(layer, picks, hint)
             self.fetch_rows(layer + 1, ticket)
             self._runner.run(layer + 1, self._segments[layer + 1])
             self._experts.release()
             if self._tier is not None and held:
                 self._tier.used(layer, picks)
-                self.hint(layer, picks, routed)
+            hint()
         return self.step.buffers.logits.flatten().clone()
 
-    def _place(self, layer: int, picks: list[int]) -> None:
-        """Hand down where `picks` lie once they are there."""
+    def _place(self, layer: int, picks: list[int], hint: Callable[[], None]) -> None:
+        """Hand down where `picks` lie, once they are on their way. Who is asked for what is missing
+        shall have the hint before we wait for him."""
         with self._tracer.span("place experts", layer=layer):
-            self._table.numpy()[:] = self._experts.place(layer, picks)
+            self._table.numpy()[:] = self._experts.place(layer, picks, hint)
         self.step.buffers.table.copy_(self._table, non_blocking=True)
 
     def _segment(self, layer: int) -> Callable[[], None]:
@@ -146,8 +159,9 @@ class Decoder(SingleTokens):
                 step.engram(layer)
             step.attention(layer)
             step.route(layer, None if self._tier is None else self._tier.slots)
+            # Before the shared expert is waited for: the host has its part to do meanwhile.
+            step.tell(layer, self._slots, self.mailbox.records[layer])
             step.join()
-            self._routed.copy_(step.buffers.routed, non_blocking=True)
 
         return launch
 
@@ -162,15 +176,18 @@ class Decoder(SingleTokens):
         into[: codes.numel()].copy_(codes.flatten())
         into[codes.numel() :].copy_(scales.flatten())
 
-    def _read_back(self) -> Words:
-        """What the segment just launched has routed; waits for the device."""
-        if self._pinned:
-            begin = time.perf_counter()
-            assert self._stream is not None
-            self._stream.synchronize()
-            self.waited_s += time.perf_counter() - begin
-            self.waits += 1
-        return self._routed_words
+    def _hear(self, layer: int) -> Words:
+        """What `layer`, just launched, has routed; waits for the device."""
+        begin = time.perf_counter()
+        record = self.mailbox.wait(layer, self._running)
+        self.waited_s += time.perf_counter() - begin
+        self.waits += 1
+        if record is None:
+            raise HeadraceError(f"layer {layer} ended without saying what it routed")
+        return record.routed
+
+    def _running(self) -> bool:
+        return self._stream is not None and not self._stream.query()
 
     def hint(self, layer: int, picks: list[int], routed: Words) -> None:
         """Publish the layer's picks and the prediction."""

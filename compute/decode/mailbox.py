@@ -8,17 +8,24 @@ for this one's, and one that has come only in part is one that has not come.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from compute.bounded_wait import BoundedWait
 from compute.sources import Addresses
+from protocol.errors import StallError
 
 Words = npt.NDArray[np.int32]
 _LOWER = 0xFFFFFFFF
 _ABSENT = 1 << 31
+# Looks between two questions whether the device still works.
+LOOKS = 500
+# A layer takes a tenth of a millisecond; a device that says nothing for this long has stopped.
+SILENCE_S = 30.0
 # A pick's parts in the answer: six addresses, whether the host goes on, and one that stays 0.
 PARTS, GO_ON = 8, 6
 
@@ -56,6 +63,22 @@ class Mailbox:
         self._tokens = self._tokens % ((1 << 31) // self._layers - 1) + 1
         self.tag = self._tokens * self._layers
         return self.tag
+
+    def wait(self, layer: int, running: Callable[[], bool]) -> Record | None:
+        """The record of `layer`, once it is here; None where what would say it is no longer
+        `running`. Raises StallError where the device says nothing at all."""
+        silence = BoundedWait(SILENCE_S)
+        while True:
+            for _ in range(LOOKS):
+                record = self.heard(layer)
+                if record is not None:
+                    return record
+            if not running():
+                return self.heard(layer)
+            if silence.exhausted:
+                raise StallError(
+                    f"the device did not come to layer {layer} within {SILENCE_S:.0f} s"
+                )
 
     def heard(self, layer: int) -> Record | None:
         """The record of `layer`, once all of it is here."""

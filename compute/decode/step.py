@@ -92,7 +92,7 @@ class DecodeStep:
             b.scores.data_ptr(),
             *(part.data_ptr() for part in state.filling.values()),
             *(
-                (rows.room(0).data_ptr(), len(rows.room(0)))
+                (rows.room(0).data_ptr(), rows.capacity)
                 for held in (state.compressed, state.index_keys)
                 for rows in held.values()
             ),
@@ -201,6 +201,12 @@ class DecodeStep:
             logits[:, :, :experts], weights.bias, b.ids, b.weights, prediction, lookup,
             scaling=config.routed_scaling_factor,
         )  # fmt: skip
+
+    def tell(self, layer: int, slots: torch.Tensor, record: torch.Tensor) -> None:
+        """Tell the host in `record` what `layer` has routed, and which of it has no slot in `slots`
+        int32 [layers, experts]."""
+        b, picks = self.buffers, self.config.num_experts_per_tok
+        self._k.tell(b.routed, b.tag, slots[layer], record, layer=layer, picks=picks)
 
     def experts(self, layer: int, *, joined: bool) -> None:
         """The picks whose addresses are in `table`, with the shared expert, into the streams.

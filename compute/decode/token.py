@@ -14,13 +14,16 @@ this one still reads.
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from compute.bounded_wait import BoundedWait
-from compute.decode.decoder import Decoder, SingleTokens
+from compute.decode.decoder import Decoder, Once, SingleTokens
 from compute.decode.graphs import TokenRunner
-from compute.decode.mailbox import Mailbox, Record, Words
+from compute.decode.mailbox import SILENCE_S
 from compute.device_experts import DeviceExperts
 from compute.kernels import kernels_for
 from compute.sequence import SequenceState
@@ -30,10 +33,6 @@ from protocol.errors import StallError
 # How often the device looks for an answer, each look most of a microsecond: what a layer's experts
 # take from a disk, but no stall.
 LOOKS = 3_000_000
-# Looks of the host between two questions whether the device still works.
-HOST_LOOKS = 500
-# A layer takes a tenth of a millisecond; a device that says nothing for this long has stopped.
-SILENCE_S = 30.0
 
 
 class TokenDecoder(SingleTokens):
@@ -59,11 +58,10 @@ class TokenDecoder(SingleTokens):
         self._runner = runner
         self._looks = looks
         self._tracer: Tracer = tracer or NullTracer()
-        config, device = self.step.config, self.step.buffers.streams.device
+        config = self.step.config
         self._layers, self._picks = config.num_hidden_layers, config.num_experts_per_tok
-        predictions = len(self.step.buffers.predicted)
-        self._mailbox = Mailbox(self._layers, self._picks, predictions, device)
-        self._kernels = kernels_for(device)
+        self._mailbox = eager.mailbox
+        self._kernels = kernels_for(self.step.buffers.streams.device)
         # One object for good: a captured graph serves the launch that it was captured from.
         self._whole = self._launch
         self._warm = False
@@ -75,7 +73,7 @@ class TokenDecoder(SingleTokens):
             logits = self._eager.run(token, state, ticket)
             self._warm_up()
             return logits
-        self._eager.begin(token, state, self._mailbox.begin())
+        self._eager.begin(token, state)
         for layer in self.step.config.engram_layer_ids:
             self._eager.fetch_rows(layer, ticket)
         self._tier.make_room()
@@ -110,10 +108,7 @@ class TokenDecoder(SingleTokens):
 
     def _look_up(self, layer: int) -> None:
         b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._tier.slots
-        k.tell(
-            b.routed, b.tag, slots.of[layer], mailbox.records[layer],
-            layer=layer, picks=self._picks,
-        )  # fmt: skip
+        self.step.tell(layer, slots.of, mailbox.records[layer])
         k.ask(
             b.tag, b.given_up, slots.first, mailbox.status, mailbox.answer, b.table,
             layer=layer, looks=self._looks,
@@ -128,56 +123,36 @@ class TokenDecoder(SingleTokens):
     def _serve(self) -> None:
         """Answer the running token, and pass on what it picks and predicts."""
         for layer in range(self._layers):
-            record = self._await(layer)
+            begin = time.perf_counter()
+            record = self._mailbox.wait(layer, self._runner.running)
+            self.waited_s += time.perf_counter() - begin
             if record is None or self._mailbox.gave_up:
                 return
             self._tier.passed()
             picks: list[int] = record.routed[: self._picks].tolist()
-            hinted = False
+            hint = Once(partial(self._eager.hint, layer, picks, record.routed))
             if record.waits:
-                hinted = self._answer(layer, picks, record.routed)
+                self._answer(layer, picks, hint)
             else:
                 self._tier.used(layer, picks)
-            if not hinted:
-                self._eager.hint(layer, picks, record.routed)
+            hint()
 
-    def _answer(self, layer: int, picks: list[int], routed: Words) -> bool:
-        """Say where `picks` lie once they are on their way. Whether the hint went out: who is asked
-        for what is missing shall have it before we wait for him."""
-        hinted, addresses = False, None
-
-        def hint() -> None:
-            nonlocal hinted
-            self._eager.hint(layer, picks, routed)
-            hinted = True
-
+    def _answer(self, layer: int, picks: list[int], hint: Callable[[], None]) -> None:
+        """Say where `picks` lie, once they are on their way. Who is asked for what is missing shall
+        have the hint before we wait for him."""
+        addresses = None
         try:
             with self._tracer.span("place experts", layer=layer):
                 addresses = self._tier.bring(layer, picks, hint)
         finally:
             self._mailbox.reply(layer, addresses)
-        return hinted
-
-    def _await(self, layer: int) -> Record | None:
-        """`layer`'s record; None where the token has ended without one."""
-        silence = BoundedWait(SILENCE_S)
-        while True:
-            for _ in range(HOST_LOOKS):
-                record = self._mailbox.heard(layer)
-                if record is not None:
-                    self.waited_s += silence.seconds
-                    return record
-            if not self._runner.running():
-                return self._mailbox.heard(layer)
-            if silence.exhausted:
-                raise _silent(f"layer {layer}")
 
     def _end(self) -> None:
         """Wait until the token has ended, well or not."""
         silence = BoundedWait(SILENCE_S)
         while self._runner.running():
             if silence.exhausted:
-                raise _silent("the end of its token")
+                raise StallError(f"the device did not end its token within {SILENCE_S:.0f} s")
         self.waits += 1
         self.waited_s += silence.seconds
         self._tier.passed()
@@ -190,7 +165,3 @@ class TokenDecoder(SingleTokens):
                 file=sys.stderr,
             )
         self.repeated += 1
-
-
-def _silent(where: str) -> StallError:
-    return StallError(f"the device did not come to {where} within {SILENCE_S:.0f} s")

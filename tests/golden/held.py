@@ -13,7 +13,8 @@ from tests.golden.harness import config, shards
 
 
 class HeldExperts:
-    """What a DeviceExperts asks of the arena; pinned where there is a GPU. `asked` counts holds."""
+    """What a DeviceExperts asks of the arena, as if all came from a disk; pinned where there is a
+    GPU. `asked` counts holds."""
 
     def __init__(self) -> None:
         held = ResidentExperts(shards(), torch.device("cpu"))
@@ -35,6 +36,8 @@ class HeldExperts:
         self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
     ) -> list[HeldExpert]:
         self.asked += 1
+        if asking is not None:
+            asking()
         return [self._memory[layer, expert] for expert in experts]
 
     def read_until(self, event: torch.cuda.Event) -> None:

@@ -6,7 +6,7 @@ they are given and what the host does between them; the kernels have tests of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -81,9 +81,11 @@ class NotedExperts(DeviceExperts):
             self.place(layer, range(config().n_routed_experts))
         self.calls.clear()
 
-    def place(self, layer: int, experts: Sequence[int]) -> Addresses:
+    def place(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> Addresses:
         self.calls.append(f"place {layer}")
-        return super().place(layer, experts)
+        return super().place(layer, experts, asking)
 
     def hint(
         self,
@@ -112,7 +114,7 @@ def test_a_token_hints_places_and_releases_once_a_layer_and_predicts_as_the_torc
     decoder.forward(tokens[length], state, ticket)
     layers = range(config().num_hidden_layers)
     # Whom we wait for knows the prediction before; else nothing stands before the launch.
-    asked, there = ["hint {n}", "place {n}", "release"], ["release", "hint {n}"]
+    asked, there = ["place {n}", "hint {n}", "release"], ["release", "hint {n}"]
     expected = [c.format(n=n) for n in layers for c in (there if n % 2 else asked)]
     assert source.calls == expected
     for layer, picks, following, predicted, scores in source.hints:
