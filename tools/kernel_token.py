@@ -119,8 +119,7 @@ class Token:
 
     def before_attention(self, layer: Layer) -> None:
         b = self.b
-        k.rms_norm(b.collapsed, b.norm, None, b.rounded, eps=1e-20)
-        k.fp8_matvec(b.rounded, *layer.qkv, b.qkv, **self.tiles.get("wq_a+wkv", {}))
+        k.normed_fp8_matvec(b.collapsed, b.norm, *layer.qkv, b.qkv, eps=1e-20)
         k.finish_query_kv(
             b.qkv, b.q_norm, b.kv_norm, b.cos, b.sin, b.slots, b.latent, layer.window, eps=1e-20
         )
@@ -150,7 +149,9 @@ class Token:
 
     def route(self, layer: Layer) -> None:
         b = self.b
-        k.bf16_matvec(b.x, layer.gate, b.logits, **self.tiles.get("router", {}))
+        k.normed_bf16_matvec(
+            b.collapsed, b.norm, layer.gate, b.logits, b.rounded, b.x_limbs, eps=1e-20
+        )
         k.route(b.logits, layer.bias, b.ids, b.weights, scaling=1.5)
 
     def shared(self, layer: Layer) -> None:
@@ -198,17 +199,14 @@ class Token:
             if side:
                 main.wait_stream(self.side)
             self.after_attention(layer)
-            k.rms_norm(
-                self.b.collapsed, self.b.norm, self.b.x, self.b.rounded, self.b.x_limbs, eps=1e-20
-            )
-            beside(lambda layer=layer: self.shared(layer), lambda layer=layer: self.mix(layer, 1))
             self.route(layer)
+            beside(lambda layer=layer: self.shared(layer), lambda layer=layer: self.mix(layer, 1))
             if side:
                 main.wait_stream(self.side)
             self.routed(layer)
         k.rms_norm(self.b.collapsed, self.b.norm, self.b.x, None, eps=1e-20)
         k.bf16_matvec(self.b.x, self.head, self.b.out, **self.tiles.get("head", {}))
-        self.launches = len(self.layers) * 21 + 2
+        self.launches = len(self.layers) * 19 + 2
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """The token's stages by themselves, each over all layers."""

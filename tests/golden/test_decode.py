@@ -6,11 +6,14 @@ they are given and what the host does between them; the kernels have tests of th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import pytest
 import torch
 
+from compute.decode.graphs import Eager
 from compute.device_experts import DeviceExperts
 from compute.sequence import SequenceState
 from compute.sources import Addresses
@@ -144,4 +147,51 @@ def test_a_state_outgrows_its_room_in_the_middle_of_a_sequence() -> None:
             moved.add(state.compressed[5].rows.data_ptr())
         assert (len(moved) == 1) == (capacity == 200)
         answers.append(torch.stack(logits))
+    assert torch.equal(*answers)
+
+
+class Unfinished:
+    """A SegmentRunner beside the host, which never learns that a segment has ended."""
+
+    def __init__(self) -> None:
+        self._launches: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def run(self, segment: int, launch: Callable[[], None]) -> None:
+        self._launches.put(launch)
+
+    def end(self) -> None:
+        self._launches.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        launch = self._launches.get()
+        while launch is not None:
+            with torch.inference_mode():
+                launch()
+            launch = self._launches.get()
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("slots", [2 * config().num_experts_per_tok, 200])
+def test_the_host_waits_for_more_of_a_segment_than_its_picks(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, length = tokens_of("mini_len016")
+    answers = []
+    for runner in (Eager(), Unfinished()):
+        mini = Mini(reference_index_keys=False)
+        tier = DeviceExperts(HeldExperts(), config(), DEVICE, slots)
+        decoder = mini_decoder(mini.engram, experts=tier, runner=runner, reference_index_keys=False)
+        state = SequenceState(config(), DEVICE, 200)
+        mini.run(tokens, state, 0, length, every=False)
+        if isinstance(runner, Unfinished):
+            monkeypatch.setattr(decoder, "_running", lambda: True)
+        ticket = request(mini.engram, tokens, length)
+        decoder.forward(tokens[length], state, ticket)
+        if isinstance(runner, Unfinished):
+            runner.end()
+        answers.append(decoder.step.buffers.logits.clone())
+        assert decoder.waits == config().num_hidden_layers
     assert torch.equal(*answers)
