@@ -88,10 +88,11 @@ class Mailbox:
             return None
         # Python's own integers: so few words are dearer as an array.
         words = self._heard[layer, : self._said].tolist()
-        if any(word >> 32 != stamp for word in words):
+        if min(words) < stamp << 32 or max(words) > stamp << 32 | _LOWER:
             return None
         waits = any(word & _ABSENT for word in words[: self._picks])
-        values = np.array([word & _LOWER for word in words], np.uint32)
+        # All of it is here and stays: the lower halves.
+        values = self._heard[layer, : self._said].astype(np.uint32)
         values[: self._picks] &= _ABSENT - 1
         return Record(values.view(np.int32), waits)
 
