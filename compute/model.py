@@ -77,7 +77,7 @@ class Model:
         reference_index_keys: bool = False,
         predictions: int | None = None,
         ahead: int = 1,
-        early: bool = True,
+        early: bool = False,
         routes: RouteRecorder | None = None,
         fitted: FittedGates = NO_FITTED_GATES,
         decoder: AnyDecoder | None = None,

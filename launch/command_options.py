@@ -56,7 +56,8 @@ _OPTIONS = (
     _option(
         "--predict-early/--no-predict-early",
         key="predict_early",
-        help="Predict a layer's experts once more before its attention; a GPU's decode does not.",
+        help="Predict a layer's experts again before its attention, where cores are free for it; a "
+        "GPU's decode does not.",
     ),
     _option(
         "--policy",

@@ -55,7 +55,7 @@ class GroupOptions:
     warm_dir: Path | None = None
     policy: str = DEFAULT_POLICY
     predict_ahead: int = 1
-    predict_early: bool = True
+    predict_early: bool = False
     predicted_in_flight: int = 2
     engram_reads: int = 128
     engram_cache_bytes: int = 64 << 20

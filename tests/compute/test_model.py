@@ -96,7 +96,7 @@ def test_the_answer_is_the_same_bits_whatever_arrives_first() -> None:
 
 def test_the_prediction_is_the_next_gate_on_this_input_best_first() -> None:
     source, capture = WatchedExperts(), Capture()
-    mini = Mini(source=source, observe=capture, early=False)
+    mini = Mini(source=source, observe=capture)
     state = mini.model.new_state()
     mini.run(TOKENS, state, 0, 36, every=False)
     source.hints.clear()
@@ -140,7 +140,7 @@ def test_a_layer_is_foretold_once_more_before_its_attention_by_the_stream() -> N
             seen[name, layer] = tensor
 
     seen: dict[tuple[str, int], torch.Tensor] = {}
-    mini = Mini(source=source, observe=observe)
+    mini = Mini(source=source, observe=observe, early=True)
     state = mini.model.new_state()
     mini.run(TOKENS, state, 0, 36, every=False)
     # A pass that may pick every expert of a layer foretells nothing of it.

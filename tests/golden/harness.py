@@ -111,7 +111,7 @@ class Mini:
         source: ExpertSource | None = None,
         reference_index_keys: bool = True,
         ahead: int = 1,
-        early: bool = True,
+        early: bool = False,
     ) -> None:
         self.engram = TableEngram()
         self.model = Model(

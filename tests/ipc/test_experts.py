@@ -89,8 +89,17 @@ def test_predictions_are_read_without_being_demanded() -> None:
             group.compute.receive(0.05)
             step += 1
         assert_right(group, 1, 5)
+        # Of a layer said twice from the layer before, what is said last is believed by itself.
+        step = teach(group, 3, [7, 8], first=[2], begin=step)
+        while ABSENT in group.directory.entry[3].take([7, 8]):
+            group.hint(step, 2, [], 3, [2])
+            group.hint(step, 2, [], 3, [7, 8])
+            group.compute.receive(0.05)
+            step += 1
+        assert_right(group, 3, 8)
+        assert group.directory.entry[3, 2] == ABSENT
         stats = group.stats()
-        assert stats["reads_predicted"] >= 2 and stats["reads_urgent"] == 1
+        assert stats["reads_predicted"] >= 4 and stats["reads_urgent"] == 1
 
 
 def test_a_killed_reader_is_replaced_and_its_order_read_again() -> None:
