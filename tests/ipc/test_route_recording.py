@@ -14,11 +14,14 @@ from tests.ipc.running_group import MINI, RunningGroup
 PROMPT = list(range(20, 50))
 
 
-def test_a_trace_says_what_the_run_did_and_changes_none_of_its_text(tmp_path: Path) -> None:
+def test_a_trace_says_what_the_run_did_and_neither_it_nor_foretelling_changes_its_text(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.routes"
     with RunningGroup(chunk_tokens=8) as group:
         text = group.tokens(PROMPT, 6)
-    with RunningGroup(chunk_tokens=8, route_trace=path, route_trace_inputs=True) as group:
+    recording = {"route_trace": path, "route_trace_inputs": True}
+    with RunningGroup(chunk_tokens=8, predict_early=True, **recording) as group:
         assert group.tokens(PROMPT, 6) == text
         counted = group.stats()["compute"]
     trace = RouteTrace(path)
