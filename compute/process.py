@@ -305,7 +305,8 @@ def _decoding(
 
     cache = None if spec.device_cache_bytes < 0 else spec.device_cache_bytes
     device = weights.embed.device
-    tier = device_tier(experts, arena, config, device, cache, spec.max_context)
+    room = (spec.max_context, spec.chunk_tokens)
+    tier = device_tier(experts, arena, config, device, cache, *room)
     made = decoder(
         config,
         weights,

@@ -129,7 +129,7 @@ class GroupOptions:
         """Prompt tokens of one pass: `chunk_tokens`, or as many as the device is given by itself.
 
         Every pass of more than some hundred tokens reads nearly every expert, whatever their
-        number; what a pass needs besides, some 300 KB a token at the released widths, a GPU has
+        number; what a pass needs besides, some 0.5 MB a token at the released widths, a GPU has
         room for. A CPU's own work outweighs the reads from about its number on.
         """
         if self.chunk_tokens is not None:

@@ -25,8 +25,8 @@ from protocol.specs import GRAPHS
 
 #: Anything that runs single tokens.
 AnyDecoder = Decoder | TokenDecoder | TokenOracle
-# Device memory left for a prefill's intermediate results, and for others' use of the device.
-RESERVE_BYTES = 4 << 30
+# Device memory left besides, for what the allocator cannot use and for others' use of the device.
+RESERVE_BYTES = 2 << 30
 RESERVE_SHARE = 0.05
 # The arena alone serves where a copy from it runs at this share of a copy inside the device.
 IN_PLACE_SHARE = 0.5
@@ -86,10 +86,12 @@ def device_tier(
     device: torch.device,
     cache_bytes: int | None,
     context: int,
+    chunk_tokens: int,
 ) -> DeviceExperts:
     """Expert slots in `cache_bytes` of device memory; None: in what is left beside two sequences of
-    `context` tokens, or none where the device reads the arena about as fast as its own memory. With
-    0 the arena alone serves. Raises UsageError where too little is left."""
+    `context` tokens and a prompt's pass over `chunk_tokens`, or none where the device reads the
+    arena about as fast as its own memory. With 0 the arena alone serves. Raises UsageError where
+    too little is left."""
     slot = sum(math.prod(shape) for shape in tensor_shapes(config))
     least = 2 * config.num_experts_per_tok
     every = config.num_hidden_layers * config.n_routed_experts
@@ -98,7 +100,8 @@ def device_tier(
     if cache_bytes is None:
         free, total = torch.cuda.mem_get_info(device)
         states = 2 * SequenceState.bytes_for(config, context)
-        cache_bytes = free - states - max(RESERVE_BYTES, int(total * RESERVE_SHARE))
+        passing = chunk_bytes(config, min(chunk_tokens, context))
+        cache_bytes = free - states - passing - max(RESERVE_BYTES, int(total * RESERVE_SHARE))
     slots = min(cache_bytes // slot, max(every, least))
     if slots < least:
         raise UsageError(
@@ -106,6 +109,19 @@ def device_tier(
             f"{least}; ask for a shorter --max-context, or --device-cache 0 to read them in place"
         )
     return DeviceExperts(source, config, device, slots)
+
+
+def chunk_bytes(config: ModelConfig, tokens: int) -> int:
+    """Device memory that a pass over so many tokens takes at its peak beyond weights and state.
+
+    bf16 everywhere: queries and attended heads, each twice on the way; the streams twice; and a
+    vector for each pick, going in and coming out. 0.47 MB a token at the released widths, as
+    measured.
+    """
+    heads = 4 * config.num_attention_heads * config.head_dim
+    streams = 2 * config.hc_mult * config.hidden_size
+    picks = 2 * config.num_experts_per_tok * config.hidden_size
+    return 2 * tokens * (heads + streams + picks)
 
 
 def reads_in_place(arena: Arena, device: torch.device) -> bool:
