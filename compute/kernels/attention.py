@@ -20,8 +20,8 @@ import triton.language as tl
 from compute.kernels.launching import PDL
 from compute.kernels.norms import rotate_pairs
 from compute.kernels.numeric import (
-    PORTABLE,
     as_bf16,
+    bf16_dot,
     release_next,
     to_bf16,
     wait_for_previous,
@@ -34,14 +34,6 @@ ROWS = 64
 #: Columns of the values a program takes, and the most blocks that it takes at once.
 COLUMNS = 16
 MOST_TOGETHER = 16
-
-
-@triton.jit
-def _scores_dot(a, b):
-    if PORTABLE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b)
 
 
 @triton.jit
@@ -87,7 +79,7 @@ def _attend_scores(
     kv = tl.load(
         rows[:, None] + column[None, :], mask=seen[:, None] & (column < D)[None, :], other=0.0
     )
-    score = _scores_dot(as_bf16(query), tl.trans(kv)) * scale
+    score = bf16_dot(as_bf16(query), tl.trans(kv)) * scale
     score = tl.where(seen[None, :], score, float("-inf"))
     place = (token * blocks + block) * heads + head
     tl.store(scores + place[:, None] * ROWS + slot[None, :], score, mask=(head < heads)[:, None])
@@ -147,7 +139,7 @@ def _attend_values(
         probability = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, :, None])
         share = tl.exp(top - most[None, :])
         total += tl.sum(tl.sum(probability, axis=2) * share, axis=0)
-        weighed = _scores_dot(as_bf16(probability), tl.reshape(values, (TOGETHER, ROWS, COLUMNS)))
+        weighed = bf16_dot(as_bf16(probability), tl.reshape(values, (TOGETHER, ROWS, COLUMNS)))
         y += tl.sum(weighed * share[:, :, None], axis=0)
     y = to_bf16(y / total[:, None])
     even, odd = tl.split(tl.reshape(y, (HEADS, COLUMNS // 2, 2)))

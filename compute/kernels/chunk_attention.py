@@ -13,21 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from compute.kernels.numeric import PORTABLE, as_bf16, exact_exp
+from compute.kernels.numeric import as_bf16, bf16_dot, exact_exp
 from compute.rope import Rotation
 
 #: Heads one program takes at most.
 HEADS = 64
 #: Slots a step of the softmax takes; part of the arithmetic (see the docstring above).
 SLOTS = 64
-
-
-@triton.jit
-def _dot(a, b):
-    if PORTABLE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b)
 
 
 @triton.jit
@@ -76,13 +68,13 @@ def _attend_chunk(
             keys = tl.load(at_row + column[None, :])
         else:
             keys = tl.load(at_row + column[None, :], mask=(column < D)[None, :], other=0.0)
-        score = tl.where(seen[None, :], _dot(query, tl.trans(keys)) * scale, float("-inf"))
+        score = tl.where(seen[None, :], bf16_dot(query, tl.trans(keys)) * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
         origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen: exp(-inf) is 0
         rescale = exact_exp(highest - origin)
         share = exact_exp(score - origin[:, None])
         total = total * rescale + tl.sum(share, axis=1)
-        summed = summed * rescale[:, None] + _dot(as_bf16(share), keys)
+        summed = summed * rescale[:, None] + bf16_dot(as_bf16(share), keys)
         highest = higher
     sunk = tl.load(sink + head, mask=head < heads, other=0.0).to(tl.float32)
     total += exact_exp(sunk - highest)  # infinite where nothing was seen: 0 / inf is 0

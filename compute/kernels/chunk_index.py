@@ -44,7 +44,7 @@ def choose_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
     """int32 [T, k], as `compute.layers.indexer.choose_rows`; -1 comes last."""
     tokens, count = scores.shape
     rows = torch.empty(tokens, k, dtype=torch.int32, device=scores.device)
-    indexer.choose_rows(scores, _all(tokens, count, scores.device), rows)
+    indexer.choose_rows(scores, rows.new_full((tokens,), count), rows)
     return rows
 
 
@@ -56,7 +56,3 @@ def candidate_blocks(
     blocks = torch.zeros(tokens, -(-count // block_size), dtype=torch.uint8, device=scores.device)
     indexer.choose_blocks(scores, visible.int(), blocks, block_size=block_size, keep=keep)
     return blocks.view(torch.bool)
-
-
-def _all(tokens: int, count: int, device: torch.device) -> torch.Tensor:
-    return torch.full((tokens,), count, dtype=torch.int32, device=device)

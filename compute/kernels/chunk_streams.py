@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compute.kernels.dense import columns_a_split
 from compute.kernels.hyper_connections import SUMS, mix_finish
 from compute.kernels.numeric import PORTABLE, as_bf16, to_bf16
 from compute.layers.hyper_connections import Mixes
@@ -99,7 +100,7 @@ def mixes(
     """As `compute.layers.hyper_connections.mixes`, of bf16 `streams` [T, hc, D]."""
     tokens, hc, hidden = streams.shape
     width = hc * hidden
-    share = triton.cdiv(triton.cdiv(width, SPLITS), COLUMNS) * COLUMNS
+    share = columns_a_split(width, SPLITS, COLUMNS)
     splits = triton.cdiv(width, share)
     sums = torch.empty(splits, tokens, SUMS, device=streams.device)
     _mix_sums[(triton.cdiv(tokens, TOKENS), splits)](

@@ -15,8 +15,8 @@ import triton.language as tl
 from compute.kernels.launching import PDL
 from compute.kernels.norms import rotate_pairs
 from compute.kernels.numeric import (
-    PORTABLE,
     as_bf16,
+    bf16_dot,
     release_next,
     round_trip_e2m1_index,
     to_bf16,
@@ -77,10 +77,7 @@ def _index_scores(
             other=0.0,
         )
         w = tl.load(weights + token * heads + head, mask=head < heads, other=0.0).to(tl.float32)
-        if PORTABLE:
-            dots = tl.dot(k.to(tl.float32), tl.trans(q).to(tl.float32), input_precision="ieee")
-        else:
-            dots = tl.dot(k, tl.trans(q))
+        dots = bf16_dot(k, tl.trans(q))
         part = to_bf16(tl.maximum(to_bf16(dots), 0.0) * w[None, :])
         score = tl.sum(part, axis=1)
         reach = row < seen

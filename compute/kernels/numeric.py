@@ -125,6 +125,15 @@ def as_bf16(x):
 
 
 @triton.jit
+def bf16_dot(a, b):
+    """fp32 product of bf16 `a` and `b`; through fp32 in the interpreter, whose own is wrong."""
+    if PORTABLE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
 def exact_exp(x):
     """e^x within an ulp or two, where `tl.exp` is off by some ten of them far from 0: what is
     rounded to bf16 next then crosses a boundary as rarely as torch's."""

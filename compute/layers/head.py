@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from compute.layers.hyper_connections import collapse
+from compute.layers.hyper_connections import collapse_norm
 from compute.layers.linear import linear_fp32
-from compute.layers.norm import rms_norm
 
 
 def logits(
@@ -16,4 +15,4 @@ def logits(
 
     There is no learned collapse: the mix that the last layer handed on is used. `head` [V, D].
     """
-    return linear_fp32(rms_norm(collapse(streams, pre), norm, eps), head)
+    return linear_fp32(collapse_norm(streams, pre, norm, eps), head)

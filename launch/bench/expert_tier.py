@@ -25,15 +25,20 @@ def arena_experts(
 ) -> Iterator[ArenaExperts]:
     """The arena's source as the compute process has it: service and readers are real."""
     with ExpertGroup(checkpoint, slots=slots, readers=readers) as group:
-        yield ArenaExperts(
-            group.compute,
-            group.directory,
-            ProgressPage(group.progress),
-            slot_views(group.arena, group.config, device),
-            Tracer("bench"),
-            stall_timeout=STALL_TIMEOUT_S,
-            verify_slots=False,
-        )
+        yield experts_of(group, device)
+
+
+def experts_of(group: ExpertGroup, device: torch.device) -> ArenaExperts:
+    """compute's source over a group that runs."""
+    return ArenaExperts(
+        group.compute,
+        group.directory,
+        ProgressPage(group.progress),
+        slot_views(group.arena, group.config, device),
+        Tracer("bench"),
+        stall_timeout=STALL_TIMEOUT_S,
+        verify_slots=False,
+    )
 
 
 def fill(tier: DeviceExperts, config: ModelConfig) -> None:

@@ -17,17 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from compute.arena_experts import ArenaExperts
 from compute.bounded_wait import NAP_S
-from compute.progress import ProgressPage
-from compute.slot_views import slot_views
 from launch.bench.echo import round_trips
 from launch.bench.expert_group import TIMEOUT_S, ExpertGroup, every_expert
+from launch.bench.expert_tier import experts_of
 from launch.bench.io import batched_by_layer
 from protocol import counters
 from protocol.errors import StallError
 from protocol.layouts import ABSENT
-from protocol.trace import Tracer
 
 
 def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any]:
@@ -55,15 +52,7 @@ def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any
 
 
 def _time_hits(group: ExpertGroup, picks: list[int], count: int) -> list[float]:
-    experts = ArenaExperts(
-        group.compute,
-        group.directory,
-        ProgressPage(group.progress),
-        slot_views(group.arena, group.config, torch.device("cpu")),
-        Tracer("bench"),
-        stall_timeout=10.0,
-        verify_slots=False,
-    )
+    experts = experts_of(group, torch.device("cpu"))
     times = []
     for _ in range(count):
         begin = time.perf_counter()
