@@ -103,11 +103,12 @@ def tiles_of(
     last = np.minimum(first + sizes[-1], ends[expert])
     of_size = np.searchsorted(sizes, last - first)
     lengths = np.bincount(of_size, minlength=len(sizes)).tolist()
-    for size, length in enumerate(lengths[:-1]):
+    for size in range(len(sizes) - 1):
         larger = next((other for other in range(size + 1, len(sizes)) if lengths[other]), None)
-        if larger is not None and length < LEAST_TILES:
+        # What smaller sizes handed on counts too.
+        if larger is not None and lengths[size] < LEAST_TILES:
             of_size[of_size == size] = larger
-            lengths[larger] += length
+            lengths[larger] += lengths[size]
             lengths[size] = 0
     work = np.concatenate((addresses[expert], first[:, None], last[:, None]), 1)
     return work[of_size.argsort(kind="stable")], lengths

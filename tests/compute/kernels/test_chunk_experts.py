@@ -182,3 +182,16 @@ def test_every_pick_lies_in_one_tile_and_few_tiles_of_a_size_join_larger_ones() 
     assert [first for first, _, _ in tiles] == [0, *(last for _, last, _ in tiles[:-1])]
     assert all(ends[e] <= first < last <= ends[e + 1] for first, last, e in tiles)
     assert tiles[-1][1] == sum(counts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_tiles_that_join_others_which_are_few_themselves_are_counted_twice(seed: int) -> None:
+    random, sizes = np.random.default_rng(seed), [16, 32, 64, 128]
+    counts = random.integers(0, 200, int(random.integers(1, 40)))
+    ends = np.cumsum([0, *counts])
+    addresses = np.zeros((len(counts), 6), dtype=np.int64)
+    work, lengths = tiles_of(addresses, ends[:-1], ends[1:], sizes)
+    assert sum(lengths) == len(work)
+    picks = work[:, 7] - work[:, 6]
+    assert picks.sum() == sum(counts)
+    assert (picks <= np.repeat(sizes, lengths)).all()
