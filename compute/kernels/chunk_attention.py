@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compute.kernels.numeric import as_bf16, bf16_dot, exact_exp
+from compute.kernels.numeric import UNFUSED, as_bf16, bf16_dot, exact_exp
 from compute.rope import Rotation
 
 #: Heads one program takes at most.
@@ -78,7 +78,8 @@ def _attend_chunk(
         highest = higher
     sunk = tl.load(sink + head, mask=head < heads, other=0.0).to(tl.float32)
     total += exact_exp(sunk - highest)  # infinite where nothing was seen: 0 / inf is 0
-    tl.store(out + at, as_bf16(summed / total[:, None]), mask=here)
+    attended = tl.div_rn(summed, tl.broadcast_to(total[:, None], summed.shape))
+    tl.store(out + at, as_bf16(attended), mask=here)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def rotate_tail(x: torch.Tensor, by: Rotation, *, inverse: bool = False) -> torc
     block = min(HEADS, triton.next_power_of_2(heads))
     _rotate_tail[(tokens, triton.cdiv(heads, block))](
         x, by.cos, by.sin, heads, -1.0 if inverse else 1.0,
-        D=width, ROTATED=2 * by.cos.shape[1], HEADS=block, num_warps=4,
+        D=width, ROTATED=2 * by.cos.shape[1], HEADS=block, num_warps=4, **UNFUSED,
     )  # fmt: skip
     return x
 
@@ -139,6 +140,6 @@ def sparse_attention(
         queries, window, window_slots, near, rows, row_slots, far, sink, out, heads, width**-0.5,
         D=width, BLOCK_D=triton.next_power_of_2(max(width, 16)), HEADS=block, SLOTS=SLOTS,
         NEAR=triton.next_power_of_2(near), FAR=triton.next_power_of_2(far) if far else 0,
-        num_warps=8 if block == HEADS else 4, num_stages=2,
+        num_warps=8 if block == HEADS else 4, num_stages=2, **UNFUSED,
     )  # fmt: skip
     return out

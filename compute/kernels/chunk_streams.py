@@ -13,7 +13,7 @@ import triton.language as tl
 
 from compute.kernels.dense import columns_a_split
 from compute.kernels.hyper_connections import SUMS, mix_finish
-from compute.kernels.numeric import PORTABLE, as_bf16, to_bf16
+from compute.kernels.numeric import PORTABLE, UNFUSED, as_bf16, to_bf16
 from compute.layers.hyper_connections import Mixes
 from compute.weights import MixWeights
 
@@ -70,12 +70,12 @@ def _write_back(output, streams, post, comb, out, H, HC: tl.constexpr, BLOCK: tl
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
     y = tl.load(output + token * H + column, mask=inside, other=0.0).to(tl.float32)
-    i = tl.arange(0, HC)
-    at = streams + (token * HC + i)[:, None] * H + column[None, :]
-    carried = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
     for j in tl.static_range(HC):
-        weights = tl.load(comb + (token * HC + i) * HC + j)
-        value = tl.sum(weights[:, None] * carried, axis=0) + tl.load(post + token * HC + j) * y
+        value = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(HC):  # the cache has them after the first round
+            s = tl.load(streams + (token * HC + i) * H + column, mask=inside, other=0.0)
+            value += tl.load(comb + (token * HC + i) * HC + j) * s.to(tl.float32)
+        value += tl.load(post + token * HC + j) * y
         tl.store(out + (token * HC + j) * H + column, as_bf16(value), mask=inside)
 
 
@@ -89,7 +89,7 @@ def _collapse_norm(streams, pre, weight, out, H, eps, HC: tl.constexpr, BLOCK: t
         s = tl.load(streams + (token * HC + i) * H + column, mask=inside, other=0.0)
         x += s.to(tl.float32) * tl.load(pre + token * HC + i)
     x = to_bf16(x)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / H + eps)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=0) / H + eps))
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * H + column, as_bf16(x * inverse * w), mask=inside)
 
@@ -123,8 +123,8 @@ def write_back(output: torch.Tensor, streams: torch.Tensor, by: Mixes) -> torch.
     out = torch.empty_like(streams)
     block = min(1024, triton.next_power_of_2(width))
     _write_back[(tokens, triton.cdiv(width, block))](
-        output, streams, by.post, by.comb, out, width, HC=hc, BLOCK=block, num_warps=4
-    )
+        output, streams, by.post, by.comb, out, width, HC=hc, BLOCK=block, num_warps=4, **UNFUSED
+    )  # fmt: skip
     return out
 
 
@@ -137,6 +137,6 @@ def collapse_norm(
     block = triton.next_power_of_2(width)
     _collapse_norm[(tokens,)](
         streams, pre, weight, out, width, eps,
-        HC=hc, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+        HC=hc, BLOCK=block, num_warps=max(1, min(16, block // 512)), **UNFUSED,
     )  # fmt: skip
     return out

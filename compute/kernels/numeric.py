@@ -18,6 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 #: `tl.dot`.
 PORTABLE = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
+#: For a launch whose kernel rounds every product before it adds, as torch does. What is rounded to
+#: bf16 next then crosses a boundary no more often than the reference's.
+UNFUSED = {} if PORTABLE else {"enable_fp_fusion": False}
+
 
 @triton.jit
 def wait_for_previous():
