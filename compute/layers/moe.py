@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from compute.formats import dequantize_fp4_weight
 from compute.kernels import chunk_kernels
-from compute.layers.linear import linear, linear_fp8, linear_fp32, linear_quantized, quantized
+from compute.layers.linear import linear, linear_fp8, linear_quantized, quantized
 from compute.sources import Addresses, ExpertBytes, ExpertSource, PlacedExperts
 from compute.weights import GateWeights, SharedExpertWeights
 from protocol.config import ModelConfig
@@ -31,7 +31,8 @@ class Routing(NamedTuple):
 
 def gate_scores(x: torch.Tensor, gate: GateWeights) -> torch.Tensor:
     """fp32 [T, E] = sqrt(softplus(gate x)) of bf16 `x` [T, D]."""
-    return F.softplus(linear_fp32(x, gate.weight)).sqrt_()
+    # Not `linear_fp32`: scores are compared, and tensor cores cut off what an addition shifts out.
+    return F.softplus(F.linear(x.float(), gate.weight.float())).sqrt_()
 
 
 def route(x: torch.Tensor, gate: GateWeights, top_k: int, scale: float) -> Routing:
