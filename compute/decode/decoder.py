@@ -1,8 +1,9 @@
 """One token through the kernels, with the host's part of every layer between their launches.
 
 Owns the order of host and device: a layer says what it picked, what the device does not find by
-itself is asked for and its addresses handed down, and everything up to the next layer's picks is
-launched. What is launched at once is a segment: a token has one more than the model has layers.
+itself is asked for and its addresses handed down, and the experts are launched. What is launched at
+once is a segment, and a layer has two: all up to its picks, and its experts. The second is short,
+so the device soon begins with it, and the next layer's first is launched while it works.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ class Decoder(SingleTokens):
         self._stream: torch.cuda.Stream | None = None
         self.waits = 0
         self.waited_s = 0.0
-        self._segments = [self._segment(layer) for layer in range(self._layers + 1)]
+        layers = range(self._layers)
+        self._to_picks = [self._launch_to_picks(layer) for layer in layers]
+        self._to_end = [self._launch_experts(layer) for layer in layers]
 
     def begin(self, token: int, state: SequenceState) -> None:
         """What the device is told of the token, in `inputs`."""
@@ -112,8 +115,7 @@ class Decoder(SingleTokens):
         # Asked for once: it is dear.
         self._stream = torch.cuda.current_stream() if self._pinned else None
         self.begin(token, state)
-        self.fetch_rows(0, ticket)
-        self._runner.run(0, self._segments[0])
+        self._start(0, ticket)
         for layer in range(self._layers):
             with self._tracer.span("wait for picks", layer=layer):
                 routed = self._hear(layer)
@@ -122,8 +124,9 @@ class Decoder(SingleTokens):
             hint = Once(partial(self.hint, layer, picks, routed))
             if not held:
                 self._place(layer, picks, hint)
-            self.fetch_rows(layer + 1, ticket)
-            self._runner.run(layer + 1, self._segments[layer + 1])
+            self._runner.run(2 * layer + 1, self._to_end[layer])
+            if layer + 1 < self._layers:
+                self._start(layer + 1, ticket)
             self._experts.release()
             if self._tier is not None and held:
                 self._tier.used(layer, picks)
@@ -137,8 +140,13 @@ class Decoder(SingleTokens):
             self._table.numpy()[:] = self._experts.place(layer, picks, hint)
         self.step.buffers.table.copy_(self._table, non_blocking=True)
 
-    def _segment(self, layer: int) -> Callable[[], None]:
-        """What is launched at once: the experts of the layer before, then up to `layer`'s picks."""
+    def _start(self, layer: int, ticket: int) -> None:
+        """Launch `layer` up to its picks."""
+        self.fetch_rows(layer, ticket)
+        self._runner.run(2 * layer, self._to_picks[layer])
+
+    def _launch_to_picks(self, layer: int) -> Callable[[], None]:
+        """A layer's first segment; the token's beginning with the first layer's."""
         step = self.step
         has_engram = layer in step.config.engram_layer_ids
 
@@ -148,11 +156,6 @@ class Decoder(SingleTokens):
                 if self._tier is not None:
                     self._tier.send_slots()
                 step.begin()
-            else:
-                step.experts(layer - 1, joined=True)
-            if layer == self._layers:
-                step.head()
-                return
             if has_engram:
                 at = step.config.engram_layer_ids.index(layer)
                 step.buffers.engram[at].copy_(self.rows[at], non_blocking=True)
@@ -162,6 +165,16 @@ class Decoder(SingleTokens):
             # Before the shared expert is waited for: the host has its part to do meanwhile.
             step.tell(layer, self._slots, self.mailbox.records[layer])
             step.join()
+
+        return launch
+
+    def _launch_experts(self, layer: int) -> Callable[[], None]:
+        """A layer's second segment; the token's end with the last layer's."""
+
+        def launch() -> None:
+            self.step.experts(layer, joined=True)
+            if layer + 1 == self._layers:
+                self.step.head()
 
         return launch
 

@@ -64,7 +64,7 @@ class Oracle:
             lambda: self._graphs.run(segment, launch),
         )
         self.compared += 1
-        where = f"layer {segment}, position {self._step.state.length}"
+        where = f"layer {segment // 2}, position {self._step.state.length}"
         self._found.add(names, where, "the graph")
 
 

@@ -217,7 +217,7 @@ def test_the_oracle_finds_a_difference_between_the_three_ways() -> None:
         ticket = request(rig.mini.engram, rig.tokens, at)
         oracle.forward(rig.tokens[at], rig.state, ticket)
     assert oracle.compared == steps and rig.state.length == rig.length + steps
-    assert inner.compared == steps * (config().num_hidden_layers + 1)
+    assert inner.compared == steps * 2 * config().num_hidden_layers
     assert oracle.differences == 0
 
 
