@@ -20,7 +20,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -153,8 +153,8 @@ class DeviceExperts:
 
     def holds(self, layer: int, experts: Sequence[int]) -> bool:
         """Whether all of them lie in device memory, where the device finds them by itself."""
-        slot_of = self._slot_of
-        return all((layer, expert) in slot_of for expert in experts)
+        # Without a generator, since a launch waits for it.
+        return all(map(self._slot_of.__contains__, zip(repeat(layer), experts)))
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         """Note that a token reads `experts`, which are held."""

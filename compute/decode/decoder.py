@@ -13,11 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 
 from compute.decode.graphs import SegmentRunner
-from compute.decode.mailbox import Mailbox, Words
+from compute.decode.mailbox import Mailbox, Record
 from compute.decode.step import DecodeStep
 from compute.device_experts import DeviceExperts
 from compute.sequence import SequenceState
@@ -85,7 +84,6 @@ class Decoder(SingleTokens):
         self._tracer: Tracer = tracer or NullTracer()
         config, buffers = step.config, step.buffers
         self._layers = config.num_hidden_layers
-        self._picks = config.num_experts_per_tok
         self._pinned = buffers.routed.is_cuda
         # Where the device finds experts by itself, as long as all of a layer's are there.
         self._tier = experts if isinstance(experts, DeviceExperts) else None
@@ -93,7 +91,8 @@ class Decoder(SingleTokens):
         every = (self._layers, step.config.n_routed_experts)
         nowhere = torch.zeros(every, dtype=torch.int32, device=device)
         self._slots = nowhere if self._tier is None else self._tier.slots.of
-        self.mailbox = Mailbox(self._layers, self._picks, len(buffers.predicted), device)
+        picks, guesses = config.num_experts_per_tok, len(buffers.predicted)
+        self.mailbox = Mailbox(self._layers, picks, guesses, device)
         # Written by the host before a segment that reads it is launched.
         self.inputs = self._on_host(buffers.inputs)
         self.rows = self._on_host(buffers.engram)
@@ -118,10 +117,10 @@ class Decoder(SingleTokens):
         self._start(0, ticket)
         for layer in range(self._layers):
             with self._tracer.span("wait for picks", layer=layer):
-                routed = self._hear(layer)
-            picks: list[int] = routed[: self._picks].tolist()
+                record = self._hear(layer)
+            picks = record.picks
             held = self._tier is not None and self._tier.holds(layer, picks)
-            hint = Once(partial(self.hint, layer, picks, routed))
+            hint = Once(partial(self.hint, layer, record))
             if not held:
                 self._place(layer, picks, hint)
             self._runner.run(2 * layer + 1, self._to_end[layer])
@@ -189,7 +188,7 @@ class Decoder(SingleTokens):
         into[: codes.numel()].copy_(codes.flatten())
         into[codes.numel() :].copy_(scales.flatten())
 
-    def _hear(self, layer: int) -> Words:
+    def _hear(self, layer: int) -> Record:
         """What `layer`, just launched, has routed; waits for the device."""
         begin = time.perf_counter()
         record = self.mailbox.wait(layer, self._running)
@@ -197,20 +196,19 @@ class Decoder(SingleTokens):
         self.waits += 1
         if record is None:
             raise HeadraceError(f"layer {layer} ended without saying what it routed")
-        return record.routed
+        return record
 
     def _running(self) -> bool:
         return self._stream is not None and not self._stream.query()
 
-    def hint(self, layer: int, picks: list[int], routed: Words) -> None:
+    def hint(self, layer: int, record: Record) -> None:
         """Publish the layer's picks and the prediction."""
-        guesses = routed[self._picks :]
-        if layer + 1 < self._layers and len(guesses):
-            predicted, margins = guesses.reshape(2, -1)
-            scores = self.step.scores(layer, margins.view(np.float32).tolist())
-            self._experts.hint(layer, picks, layer + 1, predicted.tolist(), scores)
+        if layer + 1 < self._layers and record.words:
+            predicted, margins = record.guesses()
+            scores = self.step.scores(layer, margins)
+            self._experts.hint(layer, record.picks, layer + 1, predicted, scores)
         else:
-            self._experts.hint(layer, picks, None, [], [])
+            self._experts.hint(layer, record.picks, None, [], [])
 
     def _on_host(self, buffer: torch.Tensor) -> torch.Tensor:
         return torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from compute.bounded_wait import BoundedWait
 from compute.sources import Addresses
 from protocol.errors import StallError
 
-Words = npt.NDArray[np.int32]
 _LOWER = 0xFFFFFFFF
-_ABSENT = 1 << 31
+# A pick's lower half: the expert, and whether it is absent from the device.
+_EXPERT, _ABSENT = (1 << 31) - 1, 1 << 31
 # Looks between two questions whether the device still works.
 LOOKS = 500
 # A layer takes a tenth of a millisecond; a device that says nothing for this long has stopped.
@@ -31,11 +30,20 @@ PARTS, GO_ON = 8, 6
 
 
 class Record(NamedTuple):
-    """What a layer of the running token has routed: int32 [k + 2 p] as `Buffers.routed`, and
-    whether an expert is absent from the device, which then waits for the answer."""
+    """What a layer of the running token has routed: its `picks`, whether one of them `waits` for
+    the answer since the device does not have it, and the marked `words` of what is predicted.
 
-    routed: Words
+    The picks' launch is waited for, so all else is made of the words when it is asked for.
+    """
+
+    picks: list[int]
     waits: bool
+    words: list[int]
+
+    def guesses(self) -> tuple[list[int], list[float]]:
+        """Predicted experts of the next layer, and their margins."""
+        experts, margins = np.array(self.words, np.int64).astype(np.uint32).reshape(2, -1)
+        return experts.tolist(), margins.view(np.float32).tolist()
 
 
 class Mailbox:
@@ -51,7 +59,7 @@ class Mailbox:
         pinned = device.type == "cuda"
         width = 1 << (self._said - 1).bit_length()
         self.records = torch.zeros(layers, width, dtype=torch.int64, pin_memory=pinned)
-        self._heard = self.records.numpy()
+        self._heard = list(self.records.numpy()[:, : self._said])
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self.answer = torch.zeros(picks, PARTS, 2, dtype=torch.int64, device=device)
         self._staged = torch.zeros(picks, PARTS, 2, dtype=torch.int64, pin_memory=pinned)
@@ -82,19 +90,19 @@ class Mailbox:
 
     def heard(self, layer: int) -> Record | None:
         """The record of `layer`, once all of it is here."""
-        stamp = self.tag + layer
+        stamp, heard = self.tag + layer, self._heard[layer]
         # Most looks end here.
-        if self._heard.item(layer, 0) >> 32 != stamp:
+        if heard.item(0) >> 32 != stamp:
             return None
         # Python's own integers: so few words are dearer as an array.
-        words = self._heard[layer, : self._said].tolist()
+        words: list[int] = heard.tolist()
         if min(words) < stamp << 32 or max(words) > stamp << 32 | _LOWER:
             return None
-        waits = any(word & _ABSENT for word in words[: self._picks])
-        # All of it is here and stays: the lower halves.
-        values = self._heard[layer, : self._said].astype(np.uint32)
-        values[: self._picks] &= _ABSENT - 1
-        return Record(values.view(np.int32), waits)
+        picks, absent = [], 0
+        for word in words[: self._picks]:
+            picks.append(word & _EXPERT)
+            absent |= word & _ABSENT
+        return Record(picks, absent != 0, words[self._picks :])
 
     @property
     def gave_up(self) -> bool:

@@ -77,8 +77,11 @@ class DecodeStep:
         self.buffers.fit(state)
         self._state = state
         self._key_source = state.last_key_source
-        # Once a token, not once a segment: nothing moves in between.
-        self._baked = self._addresses()
+        # Once a token, not once a segment: nothing moves in between. The same object while nothing
+        # has moved, which is compared faster.
+        baked = self._addresses()
+        if baked != self._baked:
+            self._baked = baked
 
     def baked(self) -> tuple[object, ...]:
         """All that a captured launch has baked in and that may change between tokens."""

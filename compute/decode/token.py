@@ -59,7 +59,7 @@ class TokenDecoder(SingleTokens):
         self._looks = looks
         self._tracer: Tracer = tracer or NullTracer()
         config = self.step.config
-        self._layers, self._picks = config.num_hidden_layers, config.num_experts_per_tok
+        self._layers = config.num_hidden_layers
         self._mailbox = eager.mailbox
         self._kernels = kernels_for(self.step.buffers.streams.device)
         # One object for good: a captured graph serves the launch that it was captured from.
@@ -129,12 +129,11 @@ class TokenDecoder(SingleTokens):
             if record is None or self._mailbox.gave_up:
                 return
             self._tier.passed()
-            picks: list[int] = record.routed[: self._picks].tolist()
-            hint = Once(partial(self._eager.hint, layer, picks, record.routed))
+            hint = Once(partial(self._eager.hint, layer, record))
             if record.waits:
-                self._answer(layer, picks, hint)
+                self._answer(layer, record.picks, hint)
             else:
-                self._tier.used(layer, picks)
+                self._tier.used(layer, record.picks)
             hint()
 
     def _answer(self, layer: int, picks: list[int], hint: Callable[[], None]) -> None:
