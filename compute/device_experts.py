@@ -95,6 +95,7 @@ class DeviceExperts:
         self._sizes = [rows * width for rows, width in self._shapes]
         starts = [sum(self._sizes[:at]) for at in range(len(self._sizes))]
         self._slots = torch.empty((slots, sum(self._sizes)), dtype=torch.uint8, device=device)
+        self._of_slot = self._slots.unbind()  # made once: a waiting token's copies need them
         base, row = self._slots.data_ptr(), self._slots.stride(0)
         self._addresses = np.array(
             [[base + slot * row + starts[at] for at in _KERNEL_ORDER] for slot in range(slots)]
@@ -256,7 +257,7 @@ class DeviceExperts:
         yield from arriving
 
     def _opened(self, slot: int) -> ExpertBytes:
-        parts = self._slots[slot].split(self._sizes)
+        parts = self._of_slot[slot].split(self._sizes)
         ordered = [parts[at].view(self._shapes[at]) for at in _KERNEL_ORDER]
         return ExpertBytes(*ordered)
 
@@ -290,7 +291,7 @@ class DeviceExperts:
     def _copy(self, held: dict[Key, HeldExpert], may_go: Callable[[Key], bool]) -> None:
         for key, expert in held.items():
             slot = self._free.pop() if self._free else self._give_up(self._victim(may_go))
-            into = self._slots[slot]
+            into = self._of_slot[slot]
             for start, begin, size in self._runs(expert.place):
                 part = expert.memory[begin : begin + size]
                 into[start : start + size].copy_(part, non_blocking=True)
