@@ -93,6 +93,10 @@ class ReadQueue:
         """Readers that hold an order."""
         return len({order.reader for order in self.orders.values()})
 
+    def busy_with(self, reader: int) -> int:
+        """Readers that hold an order if `reader` is one of them."""
+        return len({reader, *(order.reader for order in self.orders.values())})
+
     @property
     def depth(self) -> int:
         """Reads with pieces that no reader has."""
@@ -140,7 +144,7 @@ class ReadQueue:
         if not read.todo:
             self._lanes[read.lane].drop(read.key)
         self._last_order += 1
-        order = Order(self._last_order, reader, read, piece, now, self.busy_readers + 1)
+        order = Order(self._last_order, reader, read, piece, now, self.busy_with(reader))
         self.orders[order.number] = order
         return order
 

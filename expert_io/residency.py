@@ -181,7 +181,7 @@ class Residency:
             return Outcome()
         order.read.nbytes += order.piece.needed
         self.counts[counters.READ_BYTES] += order.piece.needed
-        beside = max(order.beside, self.queue.busy_readers + 1)
+        beside = max(order.beside, self.queue.busy_with(reader))
         self._scheduler.disk.read(order.piece.needed, seconds, beside)
         outcome = self._finish(order.read)
         if outcome.landed and not self._waited_for:

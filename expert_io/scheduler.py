@@ -100,12 +100,14 @@ class DiskPace:
 
     def _rate(self, beside: int) -> float:
         """Seconds a byte. What was never seen is taken to share the disk's bandwidth evenly, so
-        that few reads at once look good until they are tried."""
+        that few reads at once look good until they are tried, but to be no slower than what was
+        seen beside more."""
         known = self._seconds_per_byte
         if not known:
             return 0.0
         nearest = min(known, key=lambda number: abs(number - beside))
-        return known[nearest].value * beside / nearest
+        beside_more = [mean.value for number, mean in known.items() if number >= beside]
+        return min(known[nearest].value * beside / nearest, *beside_more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,13 @@ def test_a_disk_seen_only_under_load_is_tried_alone() -> None:
     assert disk.seconds(PIECE, 1) == pytest.approx(0.001)
 
 
+def test_two_readers_are_tried_where_four_were_as_fast_as_one() -> None:
+    disk = DiskPace()
+    disk.read(PIECE, 0.004, 1)
+    disk.read(PIECE, 0.004, 4)
+    assert disk.adds(1) == pytest.approx(1.0)
+
+
 def test_a_victim_is_missed_only_if_it_comes_before_the_guess() -> None:
     def regret(first: tuple[int, int]) -> float:
         returns = Returns()
