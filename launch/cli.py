@@ -109,7 +109,16 @@ def _usage_line(error: click.ClickException) -> str:
     said = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None) or click.get_current_context(silent=True)
     command = context.command_path if context is not None else "headrace"
-    return f"{said[:1].lower()}{said[1:]}; see {command} --help"
+    return f"{said[:1].lower()}{said[1:]}{_elsewhere(error)}; see {command} --help"
+
+
+def _elsewhere(error: click.ClickException) -> str:
+    """Where a value that click refuses has been written, unless on the command line."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
+        return ""
+    settings = error.ctx.find_object(Settings)
+    origin = settings.origin(error.ctx, error.param) if settings is not None else ""
+    return f" (from {origin})" if origin.startswith(("file", "environment")) else ""
 
 
 def _run() -> int:

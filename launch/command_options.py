@@ -16,10 +16,8 @@ from launch.options import (
     GPU_CHUNK_TOKENS,
     GroupOptions,
     format_size,
-    parse_cache,
-    parse_size,
 )
-from launch.ranges import PATH
+from launch.ranges import CACHE, PATH, SIZE
 from launch.warm_options import parse_experts
 from protocol.specs import GRAPHS
 
@@ -33,6 +31,7 @@ def _option(*names: str, key: str, help: str, **extra: Any) -> Callable[[Any], A
 _OPTIONS = (
     click.option(
         "--cache",
+        type=CACHE,
         metavar="SIZE",
         help="Memory for experts: 64GiB, or 25% of all experts.  [default: what memory allows]",
     ),
@@ -97,10 +96,8 @@ _OPTIONS = (
     ),
     click.option(
         "--device-cache",
+        type=SIZE,
         metavar="SIZE",
-        callback=lambda context, parameter, value: (
-            None if value is None else parse_size(str(value))
-        ),
         help="GPU memory for experts; 0 reads them where they lie.  [default: what is free]",
     ),
     _option("--direct/--buffered", key="direct", help="Read with O_DIRECT where it works."),
@@ -126,11 +123,10 @@ _OPTIONS = (
     click.option(
         "--keep",
         "kept_bytes",
-        type=str,
+        type=SIZE,
         default=_DEFAULTS["kept_bytes"],
         show_default=format_size(_DEFAULTS["kept_bytes"]),
         metavar="SIZE",
-        callback=lambda context, parameter, value: parse_size(str(value)),
         help="Memory for sequence states that later requests continue from; 0 keeps none.",
     ),
     click.option(
@@ -158,11 +154,10 @@ _OPTIONS = (
     click.option(
         "--piece",
         "piece_bytes",
-        type=str,
+        type=SIZE,
         default=_DEFAULTS["piece_bytes"],
         show_default=format_size(_DEFAULTS["piece_bytes"]),
         metavar="SIZE",
-        callback=lambda context, parameter, value: parse_size(str(value)),
         help="For developers: most bytes of one read, and so what an urgent one waits for.",
     ),
     _option(
@@ -194,10 +189,12 @@ def with_group_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options and a DIR argument; the function gets `group: GroupOptions` instead."""
 
     @functools.wraps(function)
-    def collect(directory: Path, cache: str | None, **arguments: Any) -> Any:
+    def collect(
+        directory: Path, cache: tuple[int | None, float | None] | None, **arguments: Any
+    ) -> Any:
         names = {field.name for field in fields(GroupOptions)}
         chosen = {name: arguments.pop(name) for name in list(arguments) if name in names}
-        cache_bytes, cache_share = (None, None) if cache is None else parse_cache(cache)
+        cache_bytes, cache_share = cache or (None, None)
         group = GroupOptions(directory, cache_bytes=cache_bytes, cache_share=cache_share, **chosen)
         return function(group=group, **arguments)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from launch.options import GIB, parse_size
+from launch.options import GIB, parse_cache, parse_size
 from protocol.errors import UsageError
 
 COUNT = click.IntRange(1, 1 << 40)
@@ -61,8 +61,24 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # older releases are not
         return count
 
 
+class CacheSize(click.ParamType):  # type: ignore[type-arg]
+    """Bytes or a share of all experts, as `launch.options.parse_cache` reads and gives them."""
+
+    name = "cache"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | None, float | None]:
+        try:
+            return parse_cache(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
 PATH = _NamedPath(path_type=Path)
 PIECE = Size(4096, GIB)
+SIZE = Size(0, 1 << 60)
+CACHE = CacheSize()
 TEMPERATURE = _Finite(min=0.0)
 TOP_P = _Finite(0.0, 1.0, min_open=True)
 MIN_P = _Finite(0.0, 1.0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from launch.options import GIB, parse_size
-from launch.ranges import PATH
+from launch.options import GIB
+from launch.ranges import PATH, SIZE
 
 
 def default_snapshot_dir() -> Path:
@@ -23,10 +23,10 @@ def with_snapshot_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--snapshot-dir` and `--snapshot-bytes`, which become part of GroupOptions."""
     function = click.option(
         "--snapshot-bytes",
+        type=SIZE,
         default=f"{4 * GIB}",
         show_default="4GiB",
         metavar="SIZE",
-        callback=lambda context, parameter, value: parse_size(str(value)),
         help="Disk for sequence states that survive a restart; they hold what was said. 0: none.",
     )(function)
     return click.option(

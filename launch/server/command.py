@@ -10,7 +10,8 @@ import click
 from launch.command_options import with_group_options
 from launch.foreground import console, run_foreground, running_group
 from launch.group import ProcessGroup
-from launch.options import GroupOptions, parse_size
+from launch.options import GroupOptions
+from launch.ranges import SIZE
 from launch.server.options import ServerOptions
 from launch.snapshot_options import with_snapshot_options
 from launch.warm_options import with_warm_options
@@ -29,7 +30,12 @@ WATCH_S = 0.25
 )
 @click.option("--queue", default=8, show_default=True, help="Requests that may wait.")
 @click.option(
-    "--max-body", default="16MiB", show_default=True, metavar="SIZE", help="Largest request."
+    "--max-body",
+    type=SIZE,
+    default="16MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Largest request.",
 )
 @click.option(
     "--max-connections", default=256, show_default=True, help="Connections open at one time."
@@ -44,7 +50,7 @@ WATCH_S = 0.25
 @with_warm_options(warm=True)
 @click.option("--model-name", default="", help="Name in the API.  [default: that of DIR]")
 @click.option("--quiet", is_flag=True, help="No line for each answer.")
-def serve_command(group: GroupOptions, max_body: str, quiet: bool, **server: Any) -> None:
+def serve_command(group: GroupOptions, quiet: bool, **server: Any) -> None:
     """Serve the checkpoint in DIR to OpenAI clients and browsers.
 
     \b
@@ -55,7 +61,7 @@ def serve_command(group: GroupOptions, max_body: str, quiet: bool, **server: Any
     # An HTTP server's libraries are many modules, which no other command should wait for.
     from launch.server.http import running_server
 
-    options = ServerOptions(max_body=parse_size(max_body), **server)
+    options = ServerOptions(**server)
 
     async def main() -> None:
         async with running_group(group) as running:

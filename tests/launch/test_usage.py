@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +29,9 @@ from launch import cli
         ("check @", "invalid value for 'DIR': the name is empty; see headrace check --help"),
         ("generate DIR --runtime-dir @", "'--runtime-dir': the name is empty"),
         ("chat DIR --warm-dir @", "'--warm-dir': the name is empty"),
-        ("serve DIR --cache @", "'' is not a size"),
+        ("serve DIR --cache @", "invalid value for '--cache': '' is not a size"),
         ("serve DIR --slots -1", "--slots is -1, expected at least 0"),
-        ("generate DIR --device-cache 9999999TiB", "--device-cache is 1"),
+        ("generate DIR --device-cache 9999999TiB", "'--device-cache': 9999999TiB is not from 0 to"),
         ("bench io DIR --readers 0", "0 is not in the range 1<=x<=256"),
         ("bench io DIR --piece 0", "0 is not from 4096 to 1073741824 bytes"),
         ("bench group DIR --threads 0", "0 is not in the range 1<=x<=1024"),
@@ -57,6 +58,23 @@ def test_a_slip_is_answered_by_more_than_a_line(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith("headrace: ") and said in printed.err
+
+
+def test_a_bad_value_from_elsewhere_is_looked_for_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text('readers = "many"')
+    monkeypatch.setenv("HEADRACE_CACHE", "17q")
+    said = {}
+    for where, words in {"environment": [], "file": ["--config", str(file)]}.items():
+        monkeypatch.setattr(sys, "argv", ["headrace", *words, "generate", "DIR"])
+        assert cli._run() == 2
+        said[where] = capsys.readouterr().err
+        monkeypatch.delenv("HEADRACE_CACHE", raising=False)
+    assert "'--cache': '17q' is not a size" in said["environment"]
+    assert "(from environment HEADRACE_CACHE); see" in said["environment"]
+    assert f"'many' is not a valid integer (from file {file}); see" in said["file"]
 
 
 def test_no_command_at_all_is_answered_by_no_help(
