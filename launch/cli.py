@@ -19,6 +19,7 @@ from launch.bench.commands import (
     group_command,
     io_command,
     ipc_command,
+    miss_command,
     prefill_command,
     trace_command,
 )
@@ -83,6 +84,7 @@ cli.add_command(options_command)
 for command in (
     io_command,
     ipc_command,
+    miss_command,
     group_command,
     trace_command,
     decode_command,

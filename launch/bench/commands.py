@@ -15,7 +15,18 @@ import click
 
 from launch.foreground import ended_by_signals
 from launch.options import GroupOptions
-from launch.ranges import COUNT, PATH, PIECE, READERS, ROUNDS, SHARE, THREADS, Size
+from launch.ranges import (
+    COUNT,
+    MILLISECONDS,
+    PATH,
+    PIECE,
+    READERS,
+    ROUNDS,
+    SECONDS,
+    SHARE,
+    THREADS,
+    Size,
+)
 from protocol.specs import GRAPHS
 
 ENGINE = GroupOptions(Path())  # its defaults
@@ -26,6 +37,9 @@ KERNEL_NAME_WIDTH = 80
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 of_checkpoint = click.argument("directory", metavar="DIR", type=PATH)
+piece_option = click.option(
+    "--piece", default="4MiB", show_default=True, type=PIECE, help="Most bytes of one read."
+)
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print figures as JSON.")
 
 
@@ -62,9 +76,7 @@ def _say(figures: dict[str, Any], as_json: bool, sentence: str) -> None:
     show_default=True,
     help="Bytes a round; at most half of the experts.",
 )
-@click.option(
-    "--piece", default="4MiB", show_default=True, type=PIECE, help="Most bytes of one read."
-)
+@piece_option
 @click.option("--direct/--buffered", default=True, show_default=True, help="Use O_DIRECT.")
 @click.option(
     "--pack",
@@ -138,6 +150,62 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
         f"(p99 {figures['hit_us_p99']:.1f}); a miss adds {figures['miss_overhead_us_p50']:.0f} us "
         f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f}), "
         f"two bare round trips take {figures['two_round_trips_us_p50']:.0f}",
+    )
+
+
+@click.command("miss")
+@of_checkpoint
+@click.option(
+    "--disk-bandwidth",
+    type=Size(1, 10**15),
+    required=True,
+    help="Slow all readers together down to this many bytes a second.",
+)
+@click.option("--disk-latency", type=SECONDS, default=0.0, help="And each read by these seconds.")
+@click.option("--readers", default=4, show_default=True, type=READERS, help="Reader processes.")
+@piece_option
+@click.option(
+    "--layer-ms",
+    type=MILLISECONDS,
+    default=5.0,
+    show_default=True,
+    help="What a layer computes between two demands.",
+)
+@click.option("--demands", default=800, show_default=True, type=ROUNDS, help="Demands to time.")
+@as_json_option
+def miss_command(
+    directory: Path,
+    disk_bandwidth: int,
+    disk_latency: float,
+    readers: int,
+    piece: int,
+    layer_ms: float,
+    demands: int,
+    as_json: bool,
+) -> None:
+    """What a miss takes beyond the disk's time, over the checkpoint in DIR, on an emulated disk.
+
+    For `headrace simulate`: its --miss-us and --turn-us, with the --latency of this disk.
+    """
+    from launch.bench.miss import run
+
+    with ended_by_signals():
+        figures = run(
+            directory,
+            readers=readers,
+            piece_bytes=piece,
+            bandwidth=float(disk_bandwidth),
+            latency=disk_latency,
+            layer_s=layer_ms / 1e3,
+            demands=demands,
+        )
+    _say(
+        figures,
+        as_json,
+        f"a demand took {figures['took_us'] / 1e3:.2f} ms, of which the disk "
+        f"{figures['disk_us'] / 1e3:.2f}; --miss-us {figures['miss_us']:.0f} "
+        f"(+-{figures['miss_us_error']:.0f}) --turn-us {figures['turn_us']:.0f} "
+        f"(+-{figures['turn_us_error']:.0f})",
     )
 
 

@@ -63,7 +63,8 @@ class LayerPass:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What a run is replayed on. `message_s` passes until another process has heard of something:
-    four times in a miss, to the service, to a reader, and back."""
+    four times in a miss, to the service, to a reader, and back. `turn_s` passes between two reads
+    of one reader, which need not wake up for the second."""
 
     slots: int
     readers: int
@@ -72,12 +73,7 @@ class Machine:
     slices: SliceMap
     predicted_in_flight: int
     message_s: float = 0.0
-
-    @property
-    def turn_s(self) -> float:
-        """Between two reads of one reader, which need not wake up for the second: 0.2 ms were
-        measured where a message took 0.45 (docs/performance.md)."""
-        return self.message_s / 2
+    turn_s: float = 0.0
 
     @property
     def layers(self) -> int:

@@ -1,4 +1,5 @@
-"""Symptoms: a benchmark that measures hits instead of reads, whose keys a script cannot find."""
+"""Symptoms: a benchmark that measures hits instead of reads, whose keys a script cannot find, that
+lays a read's cost to the miss."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from launch.bench import io
-from launch.bench.commands import io_command, ipc_command
+from launch.bench.commands import io_command, ipc_command, miss_command
+from launch.bench.miss import Demanded, fitted
+from launch.simulate.disk import DiskModel
+from launch.simulate.replay import Machine, plain_slices
 from protocol.errors import UsageError
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
@@ -39,3 +43,25 @@ def test_bench_ipc_times_hits_without_and_misses_with_messages() -> None:
     assert 0 < figures["miss_overhead_us_p50"] <= figures["miss_overhead_us_p99"]
     assert figures["hit_us_p50"] < figures["miss_overhead_us_p50"]
     assert figures["misses"] == 5
+
+
+def test_bench_miss_times_demands_of_a_slowed_disk() -> None:
+    arguments = ["--demands", "12", "--layer-ms", "0.1", "--disk-bandwidth", "10MB", "--json"]
+    result = CliRunner().invoke(miss_command, [str(MINI), "--readers", "1", *arguments])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["took_us"] > figures["disk_us"] > 0
+    assert {"miss_us", "turn_us", "miss_us_error", "turn_us_error"} <= figures.keys()
+
+
+def test_what_misses_and_turns_take_is_told_apart() -> None:
+    """Two readers, experts of three pieces: one reader turns once for one expert, twice for two."""
+    disk = DiskModel(2e6, concurrency=2)
+    machine = Machine(8, 2, 1, disk, plain_slices(1, 8, 3 * 8192, 8192), 0)
+    timed = [
+        Demanded(0, [0, 1][:count], turns * (0.008192 + 0.0003) + 0.008192 + 0.002)
+        for count, turns in ((1, 1), (2, 2)) * 4
+    ]
+    figures = fitted(timed, machine)
+    assert figures["miss_us"] == pytest.approx(2000, abs=1)
+    assert figures["turn_us"] == pytest.approx(300, abs=1)

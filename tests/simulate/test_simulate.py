@@ -111,9 +111,10 @@ def test_waiting_is_what_the_disk_takes_beyond_the_shared_expert() -> None:
 
 
 def test_a_miss_takes_what_its_four_messages_take_and_leaves_compute_slow() -> None:
-    """Two pieces for one reader: the turn between them is half a message."""
+    """Two pieces for one reader, which turns from one to the next."""
     disk = DiskModel(1_000_000.0)
     on = Machine(8, 1, 1, disk, plain_slices(1, 4, 16384, 8192), 0, message_s=0.0004)
+    on = replace(on, turn_s=0.0002)
     replay = Replay(on, POLICIES["lru"](0), ExpectedGain())
     replay.layer(LayerPass(0, 0, 0.001, 0.002, [3], (), waking=0.005))
     read_s = 2 * 0.008192 + 0.0002

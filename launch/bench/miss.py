@@ -1,0 +1,152 @@
+"""`headrace bench miss`: what misses and reads take beyond the disk, for `headrace simulate`.
+
+Compute's own source of experts demands them of a real service and real readers on an emulated disk,
+one to top-k at a time. Between two demands this process works as a layer does: it walks through
+more memory than caches hold, so that what is waked finds them as cold as in a run. The longer
+everybody has slept the more a miss costs, so it is to be measured with the disk that is simulated.
+
+What a demand would take if only the disk took time is the simulator's own replay of it. What it
+took beyond that is laid, by least squares, to the demand as a whole and to each turn, from one read
+to its next, of the reader that was done last.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from expert_io.policies import DEFAULT_POLICY, make_policy
+from expert_io.scheduler import ExpectedGain
+from launch.bench.expert_group import ExpertGroup
+from launch.bench.expert_tier import experts_of
+from launch.simulate.disk import DiskModel
+from launch.simulate.replay import LayerPass, Machine, Replay
+from protocol.config import ModelConfig
+from protocol.layouts import ABSENT
+
+# The slowest ones met something else: the host took the processor for longer than a miss takes.
+LEFT_OUT = 0.01
+UNMEASURED = 10  # demands that warm everything up
+# Of a layer's time, what comes after the demand: the shared expert, and those that are there.
+AFTER = 0.25
+# More than any cache, in steps of about 0.1 ms.
+WALKED_BYTES, STEP_BYTES = 64 << 20, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Demanded:
+    """`experts` of `layer` were there `seconds` after they had been demanded."""
+
+    layer: int
+    experts: Sequence[int]
+    seconds: float
+
+
+def run(
+    checkpoint: Path,
+    *,
+    readers: int,
+    piece_bytes: int,
+    bandwidth: float,
+    latency: float,
+    layer_s: float,
+    demands: int,
+) -> dict[str, Any]:
+    """`fitted` to `demands` demands of a disk of `bandwidth` bytes/s and `latency` seconds a read,
+    in layers of `layer_s` seconds."""
+    config = ModelConfig.load(checkpoint)
+    slots = config.num_hidden_layers * config.n_routed_experts // 4
+    with ExpertGroup(
+        checkpoint,
+        # Twice top-k is the least that any layer can live with.
+        slots=max(slots, 4 * config.num_experts_per_tok),
+        readers=readers,
+        reserve=config.num_experts_per_tok,
+        piece_bytes=piece_bytes,
+        predicted_in_flight=0,
+        bandwidth=bandwidth,
+        latency=latency,
+    ) as group:
+        disk = DiskModel(bandwidth, latency, readers)
+        machine = Machine(slots, readers, 1, disk, group.slices, 0)
+        timed = _timed(group, layer_s, UNMEASURED + demands)[UNMEASURED:]
+    return fitted(timed, machine) | {"demands": demands, "readers": readers}
+
+
+def fitted(timed: Sequence[Demanded], machine: Machine) -> dict[str, Any]:
+    """Microseconds: `miss_us` of a demand, `turn_us` of each turn, and the standard errors of both;
+    of a demand in the mean, what it took (`took_us`) and what the disk took of it (`disk_us`)."""
+    kept = sorted(timed, key=lambda demanded: demanded.seconds - _replayed(demanded, machine))
+    kept = kept[: math.ceil(len(kept) * (1 - LEFT_OUT))]
+    disk = np.array([_replayed(demanded, machine) for demanded in kept])
+    # What a microsecond of turning adds, in microseconds.
+    turning = replace(machine, turn_s=1e-6)
+    turns = np.array([_replayed(demanded, turning) for demanded in kept]) - disk
+    rows = np.stack([np.ones_like(disk), turns * 1e6], axis=1)
+    took = np.array([demanded.seconds for demanded in kept])
+    found, *_ = np.linalg.lstsq(rows, took - disk, rcond=None)
+    spread = took - disk - rows @ found
+    variance = spread @ spread / max(1, len(kept) - 2)
+    errors = np.sqrt(np.diag(np.linalg.pinv(rows.T @ rows)) * variance)
+    return {
+        "miss_us": 1e6 * float(found[0]),
+        "miss_us_error": 1e6 * float(errors[0]),
+        "turn_us": 1e6 * float(found[1]),
+        "turn_us_error": 1e6 * float(errors[1]),
+        "took_us": 1e6 * float(took.mean()),
+        "disk_us": 1e6 * float(disk.mean()),
+    }
+
+
+def _replayed(demanded: Demanded, machine: Machine) -> float:
+    """Seconds that the demand takes on `machine`."""
+    replay = Replay(machine, make_policy(DEFAULT_POLICY, 0), ExpectedGain())
+    try:
+        replay.layer(LayerPass(0, demanded.layer, 0.0, 0.0, demanded.experts, ()))
+        return replay.stalled
+    finally:
+        replay.close()
+
+
+def _timed(group: ExpertGroup, layer_s: float, demands: int) -> list[Demanded]:
+    source = experts_of(group, torch.device("cpu"))
+    work = _Walk()
+    chance = random.Random(0)
+    timed = []
+    for number in range(demands):
+        layer = number % group.config.num_hidden_layers
+        work.for_seconds((1 - AFTER) * layer_s)
+        words = source.look_up(layer, range(group.config.n_routed_experts))
+        absent = [expert for expert, word in enumerate(words) if word == ABSENT]
+        count = chance.randint(1, group.config.num_experts_per_tok)
+        experts = sorted(chance.sample(absent, min(count, len(absent))))
+        begin = time.perf_counter()
+        arriving = source.fetch(layer, experts)
+        work.for_seconds(AFTER * layer_s)
+        for _ in arriving:
+            pass
+        timed.append(Demanded(layer, experts, time.perf_counter() - begin))
+        source.release()
+    return timed
+
+
+class _Walk:
+    """Computing, as far as processor and caches notice."""
+
+    def __init__(self) -> None:
+        self._memory = np.ones((WALKED_BYTES // STEP_BYTES, STEP_BYTES // 4), np.float32)
+        self._at = 0
+
+    def for_seconds(self, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self._at = (self._at + 1) % len(self._memory)
+            self._memory[self._at].sum()
