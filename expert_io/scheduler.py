@@ -107,7 +107,7 @@ class DiskPace:
             return 0.0
         nearest = min(known, key=lambda number: abs(number - beside))
         beside_more = [mean.value for number, mean in known.items() if number >= beside]
-        return min(known[nearest].value * beside / nearest, *beside_more)
+        return min([known[nearest].value * beside / nearest, *beside_more])
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,12 @@ def test_a_disk_seen_only_under_load_is_tried_alone() -> None:
     assert disk.seconds(PIECE, 1) == pytest.approx(0.001)
 
 
+def test_more_readers_than_were_ever_seen_can_be_asked_about() -> None:
+    disk = DiskPace()
+    disk.read(PIECE, 0.001, 1)
+    assert disk.seconds(PIECE, 2) == pytest.approx(0.002)
+
+
 def test_two_readers_are_tried_where_four_were_as_fast_as_one() -> None:
     disk = DiskPace()
     disk.read(PIECE, 0.004, 1)
