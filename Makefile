@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_CHECKPOINT := $(firstword $(wildcard demo) tests/golden/data/mini)
 DEMO_PROMPT ?= The open() function returns
+# Files of tests that run side by side; a test of real processes starts up to six of them.
+TEST_WORKERS ?= 2
 
 .PHONY: demo test test-browser lint clean
 
@@ -17,7 +19,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test lint
 	@echo "--- tests"
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The server's page, where chromium and chromedriver are installed (on Debian: apt-get install
 # chromium chromium-driver); `make test` does without them.
