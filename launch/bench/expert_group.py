@@ -18,9 +18,10 @@ import zmq
 from expert_io.packed import expert_slices
 from expert_io.policies import DEFAULT_POLICY
 from launch.child import Child, spawn_child
+from launch.processes import death_error
 from launch.runtime_directory import RuntimeDirectory
 from protocol.config import ModelConfig
-from protocol.errors import ProcessDied, StallError
+from protocol.errors import ReadError, StallError
 from protocol.layouts import ABSENT, Arena, Directory, Progress, full_fence
 from protocol.messages import (
     Demand,
@@ -41,6 +42,8 @@ from protocol.transport import Channel
 from protocol.wire import Message
 
 TIMEOUT_S = 30.0
+# Asking after every child is a system call each, too much for a wait that looks every 50 us.
+DEATHS_ASKED_S = 0.1
 M = TypeVar("M", bound=Message)
 
 
@@ -96,6 +99,7 @@ class ExpertGroup:
         self.huge_pages = huge_pages
         self.children: dict[str, Child] = {}
         self.demands = 0
+        self._deaths_asked = 0.0
 
     def __enter__(self) -> Self:
         # Whatever interrupts the start, what has been begun is undone.
@@ -180,11 +184,20 @@ class ExpertGroup:
         """The next control message of this kind; others are passed over."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            self._raise_deaths()
+            self.raise_deaths()
             received = self.control.receive(min(left, 0.1))
             if received is not None and isinstance(received[1], kind):
                 return received[1]
         raise StallError(f"no {kind.__name__} within {timeout:.0f} s")
+
+    def raise_deaths(self) -> None:
+        """Raise what ended a child that has ended; every wait for the group's answers asks this."""
+        if time.monotonic() < self._deaths_asked + DEATHS_ASKED_S:
+            return
+        self._deaths_asked = time.monotonic()
+        for name, child in self.children.items():
+            if child.process.poll() is not None:
+                raise death_error(child, self.bury(name), 0, out_of_memory=False)
 
     def stats(self) -> dict[str, float]:
         """The service's counters."""
@@ -206,6 +219,7 @@ class ExpertGroup:
         while not self.compute.send(demand):
             if time.monotonic() > deadline:
                 raise StallError("the expert service takes no messages")
+            self.raise_deaths()
             self.compute.receive(0.01)
         return self.demands
 
@@ -218,16 +232,17 @@ class ExpertGroup:
     def await_resident(
         self, layer: int, experts: Sequence[int], timeout: float = TIMEOUT_S
     ) -> None:
-        """Wait for the directory; raises ProcessDied with a failed demand's reason."""
+        """Wait for the directory; raises ReadError with a failed demand's reason."""
         deadline = time.monotonic() + timeout
         while (self.directory.entry[layer].take(experts) == ABSENT).any():
             if time.monotonic() > deadline:
                 raise StallError(f"layer {layer}: experts {list(experts)} did not come")
+            self.raise_deaths()
             # Slots come free only as compute's epoch moves; it holds none here.
             self.bump_epoch()
             received = self.compute.receive(0.005)
             if received is not None and isinstance(received[1], DemandFailed):
-                raise ProcessDied(received[1].reason)
+                raise ReadError(received[1].reason)
 
     def hint(
         self, step: int, layer: int, picks: Sequence[int], ahead: int, predicted: Sequence[int]
@@ -267,8 +282,3 @@ class ExpertGroup:
             trace="",
         )
         self.children["experts"] = spawn_child("expert_io.service", spec, descriptors, "experts")
-
-    def _raise_deaths(self) -> None:
-        for name, child in self.children.items():
-            if child.process.poll() is not None:
-                raise ProcessDied(f"{name} ended: {child.last_words()}")

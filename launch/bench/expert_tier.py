@@ -10,6 +10,7 @@ import torch
 
 from compute.arena_experts import ArenaExperts
 from compute.device_experts import DeviceExperts
+from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from compute.slot_views import slot_views
 from launch.bench.expert_group import ExpertGroup
@@ -38,7 +39,19 @@ def experts_of(group: ExpertGroup, device: torch.device) -> ArenaExperts:
         Tracer("bench"),
         stall_timeout=STALL_TIMEOUT_S,
         verify_slots=False,
+        interruption=_Deaths(group),
     )
+
+
+class _Deaths(Interruption):
+    """Asked in every wait: nobody else watches the processes of a benchmark."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def check(self) -> None:
+        self._group.raise_deaths()
 
 
 def fill(tier: DeviceExperts, config: ModelConfig) -> None:

@@ -83,6 +83,7 @@ def _time_miss(group: ExpertGroup, layer: int, expert: int) -> tuple[float, floa
     while entry[layer, expert] == ABSENT:
         if time.perf_counter() > begin + TIMEOUT_S:
             raise StallError(f"layer {layer} expert {expert} did not come")
+        group.raise_deaths()
         time.sleep(NAP_S)  # as compute waits
     total = time.perf_counter() - begin
     for _ in group.compute.drain():

@@ -15,7 +15,7 @@ import zmq
 
 from launch.bench.expert_group import ExpertGroup
 from protocol.config import ModelConfig
-from protocol.errors import ProcessDied
+from protocol.errors import ReadError
 from protocol.layouts import ABSENT, PLACES, entry_slot
 from protocol.messages import Demand, DemandFailed, Landed, ReaderStuck
 from protocol.shards import Shards
@@ -141,7 +141,7 @@ def test_a_reader_that_aborts_over_and_over_loses_nothing() -> None:
 def test_one_read_error_is_retried_and_a_lasting_one_names_file_and_offset() -> None:
     with ExpertGroup(MINI, slots=SLOTS, readers=1, faults="eio:expert=2.3") as group:
         group.fetch(2, [2])
-        with pytest.raises(ProcessDied, match=r"model-00005-of-00015\.safetensors: reading"):
+        with pytest.raises(ReadError, match=r"model-00005-of-00015\.safetensors: reading"):
             group.fetch(2, [3])
         group.done_with(group.demands)
         assert group.stats()["read_failures"] >= 1
@@ -152,7 +152,7 @@ def test_one_read_error_is_retried_and_a_lasting_one_names_file_and_offset() -> 
 def test_a_short_read_fails_the_demand_and_never_passes_for_bytes() -> None:
     with (
         ExpertGroup(MINI, slots=SLOTS, readers=1, faults="short:expert=2.3") as group,
-        pytest.raises(ProcessDied, match="cut short"),
+        pytest.raises(ReadError, match="cut short"),
     ):
         group.fetch(2, [3])
 
@@ -163,7 +163,7 @@ def test_a_shard_cut_while_serving_fails_its_experts_only(tmp_path: Path) -> Non
         group.fetch(0, [0])
         with (copy / "model-00006-of-00015.safetensors").open("r+b") as file:
             file.truncate(5000)
-        with pytest.raises(ProcessDied, match=r"model-00006.*cut short"):
+        with pytest.raises(ReadError, match=r"model-00006.*cut short"):
             group.fetch(3, [2])
         group.done_with(group.demands)
         group.fetch(1, [1])
@@ -178,7 +178,7 @@ def test_a_nan_scale_fails_the_read(tmp_path: Path) -> None:
         file.write(b"\xff")
     with (
         ExpertGroup(copy, slots=SLOTS) as group,
-        pytest.raises(ProcessDied, match="is not a number"),
+        pytest.raises(ReadError, match="is not a number"),
     ):
         group.fetch(4, [9])
 

@@ -1,5 +1,5 @@
 """Symptoms: a benchmark that measures hits instead of reads, whose keys a script cannot find, that
-lays a read's cost to the miss."""
+lays a read's cost to the miss, or that waits for a process which has died."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from launch.bench import io
 from launch.bench.commands import io_command, ipc_command, miss_command
+from launch.bench.expert_group import ExpertGroup
+from launch.bench.expert_tier import experts_of
 from launch.bench.miss import Demanded, fitted
 from launch.simulate.disk import DiskModel
 from launch.simulate.replay import Machine, plain_slices
-from protocol.errors import UsageError
+from protocol.errors import ProcessDied, UsageError
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 
@@ -65,3 +68,18 @@ def test_what_misses_and_turns_take_is_told_apart() -> None:
     figures = fitted(timed, machine)
     assert figures["miss_us"] == pytest.approx(2000, abs=1)
     assert figures["turn_us"] == pytest.approx(300, abs=1)
+
+
+@pytest.mark.parametrize("killed", ["reader-0", "experts"])
+def test_a_wait_ends_when_a_process_does(killed: str) -> None:
+    """At a byte a second nothing comes by itself."""
+    with ExpertGroup(MINI, slots=24, readers=1, bandwidth=1.0) as group:
+        arriving = experts_of(group, torch.device("cpu")).fetch(0, [1])
+        group.children[killed].kill()
+        with pytest.raises(ProcessDied, match=f"{killed} ended: killed by SIGKILL"):
+            next(arriving)
+        assert killed not in group.children
+    with ExpertGroup(MINI, slots=24, readers=1, bandwidth=1.0) as group:
+        group.children[killed].kill()
+        with pytest.raises(ProcessDied, match=f"{killed} ended: killed by SIGKILL"):
+            group.fetch(0, [1])
