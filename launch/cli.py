@@ -29,6 +29,7 @@ from launch.doctor.command import doctor_command
 from launch.fit.command import fit_command
 from launch.generate import generate_command
 from launch.pack.command import pack_command
+from launch.ranges import PATH
 from launch.server.command import serve_command
 from launch.settings import Settings, options_command
 from launch.simulate.command import simulate_command
@@ -43,7 +44,7 @@ from protocol.lifecycle import DEBUG_VARIABLE, describe
 @click.version_option(__version__, prog_name="headrace")
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="TOML file of options.  [default: $HEADRACE_CONFIG or ~/.config/headrace/headrace.toml]",
 )
 @click.pass_context

@@ -14,6 +14,7 @@ from expert_io.policies import POLICIES
 from launch.options import (
     CPU_CHUNK_TOKENS,
     GPU_CHUNK_TOKENS,
+    Cache,
     GroupOptions,
     format_size,
 )
@@ -189,12 +190,10 @@ def with_group_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options and a DIR argument; the function gets `group: GroupOptions` instead."""
 
     @functools.wraps(function)
-    def collect(
-        directory: Path, cache: tuple[int | None, float | None] | None, **arguments: Any
-    ) -> Any:
+    def collect(directory: Path, cache: Cache | None, **arguments: Any) -> Any:
         names = {field.name for field in fields(GroupOptions)}
         chosen = {name: arguments.pop(name) for name in list(arguments) if name in names}
-        cache_bytes, cache_share = cache or (None, None)
+        cache_bytes, cache_share = cache or Cache()
         group = GroupOptions(directory, cache_bytes=cache_bytes, cache_share=cache_share, **chosen)
         return function(group=group, **arguments)
 

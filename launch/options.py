@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from expert_io.policies import DEFAULT_POLICY
 from protocol.errors import UsageError
@@ -187,12 +188,22 @@ def parse_size(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-def parse_cache(text: str) -> tuple[int | None, float | None]:
-    """(bytes, None) for a size or (None, share) for a percentage; raises UsageError."""
+class Cache(NamedTuple):
+    """Bytes, or a share of all experts; `str` writes it as `parse_cache` reads it."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return str(self.nbytes) if self.share is None else f"{100 * self.share:g}%"
+
+
+def parse_cache(text: str) -> Cache:
+    """A size such as 64GiB or a percentage; raises UsageError."""
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if matched is None or len(matched[1]) > _MOST_DIGITS:
-        return parse_size(text), None
-    return None, float(matched[1]) / 100
+        return Cache(nbytes=parse_size(text))
+    return Cache(share=float(matched[1]) / 100)
 
 
 def format_size(count: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from launch.options import GIB, parse_cache, parse_size
+from launch.options import GIB, Cache, parse_cache, parse_size
 from protocol.errors import UsageError
 
 COUNT = click.IntRange(1, 1 << 40)
@@ -37,6 +37,8 @@ class _NamedPath(click.Path):
     """An empty name, which a script's unset variable gives, would be the current directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if not isinstance(value, str | Path):
+            self.fail(f"{value} is not a name; write it in quotes.", param, ctx)
         if value == "":
             self.fail("the name is empty.", param, ctx)
         return Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -62,13 +64,13 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # older releases are not
 
 
 class CacheSize(click.ParamType):  # type: ignore[type-arg]
-    """Bytes or a share of all experts, as `launch.options.parse_cache` reads and gives them."""
+    """Bytes or a share of all experts, as `launch.options.parse_cache` reads them."""
 
     name = "cache"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int | None, float | None]:
+    ) -> Cache:
         try:
             return parse_cache(str(value))
         except UsageError as error:

@@ -82,10 +82,21 @@ class Settings:
 
     def _lookup(self, command: str, parameter: click.Parameter) -> Any:
         name = setting_name(parameter)
-        for key in ((command, name), ("", name)):
-            if key in self.file:
-                return self.file[key]
-        return self.environment.get(variable_name(name))
+        value: Any = self.environment.get(variable_name(name))
+        for key in (("", name), (command, name)):
+            value = self.file.get(key, value)
+        if value is None or not (parameter.multiple or parameter.nargs == -1):
+            return _as_text(value, parameter.type)
+        each = value if isinstance(value, list) else [value]
+        return [_as_text(one, parameter.type) for one in each]
+
+
+def _as_text(value: Any, kind: object) -> Any:
+    """A value of a TOML file as a command line would have it, so that 2.5 or true is refused where
+    a whole number is wanted. A name of a file has to be a string there."""
+    if value is None or isinstance(kind, click.Path):
+        return value
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def setting_name(parameter: click.Parameter) -> str:
@@ -183,7 +194,7 @@ def options_command(
     rows = [
         {
             "option": setting_name(parameter),
-            "value": None if value is None else str(value),
+            "value": None if value is None else _written(value),
             "origin": settings.origin(inner, parameter),
             "variable": variable_name(setting_name(parameter)),
         }
@@ -206,3 +217,10 @@ def options_command(
 def _shown(parameter: click.Parameter, value: Any) -> Any:
     """A secret is not printed."""
     return "(set)" if value and parameter.name == "api_key" else value
+
+
+def _written(value: Any) -> str:
+    """As it could be given: what is repeatable one after the other, an expert as LAYER:EXPERT."""
+    if type(value) is not tuple:
+        return str(value)
+    return ",".join(":".join(map(str, v)) if type(v) is tuple else str(v) for v in value)

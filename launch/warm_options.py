@@ -29,10 +29,9 @@ def with_warm_options(*, warm: bool) -> Callable[[Callable[..., Any]], Callable[
         "--warm-dir",
         default=default_warm_dir if warm else COLD,
         show_default="~/.local/state/headrace/warm" if warm else COLD,
+        type=PATH,
         metavar="DIR",
-        callback=lambda context, parameter, value: (
-            None if value == COLD else PATH(value, parameter, context)
-        ),
+        callback=lambda context, parameter, value: None if value == Path(COLD) else value,
         help=f"Where the hot experts' names are kept for the next start; {COLD}: start cold.",
     )
 

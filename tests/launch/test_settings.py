@@ -85,6 +85,52 @@ def test_a_value_of_the_wrong_kind_names_the_option(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("checkpoint = 5", "'DIR': 5 is not a name; write it in quotes"),
+        ("route-trace = true", "'--route-trace': True is not a name"),
+        ("warm-dir = false", "'--warm-dir': False is not a name"),
+        ("readers = 2.5", "'--readers': '2.5' is not a valid integer"),
+        ("readers = true", "'--readers': 'true' is not a valid integer"),
+        ("readers = [1]", "'--readers': '[1]' is not a valid integer"),
+        ("readers = 2020-01-01", "'--readers': '2020-01-01' is not a valid integer"),
+        ("think = [1]", "'--think': '[1]' is not a valid boolean"),
+    ],
+)
+def test_a_value_that_the_file_alone_can_have_is_refused(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    directory = [] if "checkpoint" in text else ["/nope"]
+    result = options("--config", str(path), "serve", *directory)
+    assert result.exit_code == 2 and says in result.output
+
+
+def test_what_is_repeatable_may_be_one_value_or_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    for text, shown in (('"25%"', "25%"), ('["25%", "50%"]', "25%,50%")):
+        path.write_text(f"cache = {text}")
+        found = origins(options("--config", str(path), "options", "simulate", "--json"))
+        assert found["cache"] == (shown, f"file {path}")
+    found = origins(options("options", "simulate", "--json", HEADRACE_CACHE="75%"))
+    assert found["cache"] == ("75%", "environment HEADRACE_CACHE")
+
+
+@pytest.mark.parametrize(
+    ("option", "written", "shown"),
+    [
+        ("cache", "1KiB", "1024"),
+        ("cache", "2.5%", "2.5%"),
+        ("pin-experts", "3:17,5:0-1", "3:17,5:0,5:1"),
+    ],
+)
+def test_a_value_is_shown_as_it_could_be_given(option: str, written: str, shown: str) -> None:
+    found = origins(options("options", "serve", "--json", f"--{option}", written))
+    assert found[option] == (shown, "command line")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
         ("porty = 1", "porty is no option; did you mean port?"),
         ("[serve]\nquue = 1", "[serve] quue is no option of it; did you mean queue?"),
         ("[sreve]\nport = 1", "[sreve] is no command; did you mean serve?"),

@@ -28,6 +28,7 @@ from launch import cli
         ),
         ("check @", "invalid value for 'DIR': the name is empty; see headrace check --help"),
         ("generate DIR --runtime-dir @", "'--runtime-dir': the name is empty"),
+        ("--config @ serve DIR", "'--config': the name is empty; see headrace --help"),
         ("chat DIR --warm-dir @", "'--warm-dir': the name is empty"),
         ("serve DIR --cache @", "invalid value for '--cache': '' is not a size"),
         ("serve DIR --slots -1", "--slots is -1, expected at least 0"),
