@@ -10,11 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from launch.bench import io
+from launch.bench import io, miss
 from launch.bench.commands import io_command, ipc_command, miss_command
 from launch.bench.expert_group import ExpertGroup
 from launch.bench.expert_tier import experts_of
-from launch.bench.miss import Demanded, fitted
+from launch.bench.miss import Demanded, fitted, least_waited_for
 from launch.simulate.disk import DiskModel
 from launch.simulate.replay import Machine, plain_slices
 from protocol.errors import ProcessDied, UsageError
@@ -49,25 +49,81 @@ def test_bench_ipc_times_hits_without_and_misses_with_messages() -> None:
 
 
 def test_bench_miss_times_demands_of_a_slowed_disk() -> None:
-    arguments = ["--demands", "12", "--layer-ms", "0.1", "--disk-bandwidth", "10MB", "--json"]
+    arguments = ["--demands", "20", "--layer-ms", "0.1", "--disk-bandwidth", "10MB", "--json"]
     result = CliRunner().invoke(miss_command, [str(MINI), "--readers", "1", *arguments])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["took_us"] > figures["disk_us"] > 0
     assert {"miss_us", "turn_us", "miss_us_error", "turn_us_error"} <= figures.keys()
+    assert "0 of 30 demands" in result.stderr and "27 of 30 demands" in result.stderr
 
 
-def test_what_misses_and_turns_take_is_told_apart() -> None:
-    """Two readers, experts of three pieces: one reader turns once for one expert, twice for two."""
+def miss_run(checkpoint: Path = MINI, layer_s: float = 0.0001) -> dict[str, object]:
+    return miss.run(
+        checkpoint,
+        readers=1,
+        piece_bytes=4 << 20,
+        bandwidth=1e9,
+        latency=0.0,
+        layer_s=layer_s,
+        demands=20,
+    )
+
+
+def test_bench_miss_refuses_what_hides_every_miss(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"computes for 250 ms while the disk takes .*--layer-ms"):
+        miss_run(layer_s=1.0)
+    config = json.loads((MINI / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"text_config": config["text_config"] | {"n_routed_experts": 14}})
+    )
+    with pytest.raises(UsageError, match="experts fit 12 slots all or nearly"):
+        miss_run(tmp_path)
+    result = CliRunner().invoke(
+        miss_command, [str(MINI), "--disk-bandwidth", "1GB", "--demands", "19"]
+    )
+    assert result.exit_code == 2 and "19 is not in the range 20<=x" in result.output
+
+
+def test_no_demand_is_timed_whose_reads_are_done_before_the_work_beside_them() -> None:
+    """Two readers, experts of three pieces of 8.192 ms: two in turn for one expert, three for two,
+    five for three."""
+    disk = DiskModel(2e6, concurrency=2)
+    machine = Machine(8, 2, 1, disk, plain_slices(1, 8, 3 * 8192, 8192), 0)
+    assert least_waited_for(machine, 3, 0.016) == 1
+    assert least_waited_for(machine, 3, 0.017) == 2
+    assert least_waited_for(machine, 3, 0.040) == 3
+    with pytest.raises(UsageError, match=r"42 ms while the disk takes 41 for 3 experts"):
+        least_waited_for(machine, 3, 0.042)
+
+
+@pytest.mark.parametrize(
+    ("beyond", "miss_us", "turn_us"),
+    [
+        ((2300, 2600), 2000, 300),
+        # Turns that seem to give time back, and a miss that seems to.
+        ((1800, 1600), 1700, 0),
+        ((100, 800), 0, 340),
+    ],
+)
+def test_what_misses_and_turns_take_is_told_apart(
+    beyond: tuple[int, int], miss_us: float, turn_us: float
+) -> None:
+    """Two readers, experts of three pieces: one reader turns once for one expert, twice for two.
+    `beyond` the disk's time are microseconds of one and of two experts."""
     disk = DiskModel(2e6, concurrency=2)
     machine = Machine(8, 2, 1, disk, plain_slices(1, 8, 3 * 8192, 8192), 0)
     timed = [
-        Demanded(0, [0, 1][:count], turns * (0.008192 + 0.0003) + 0.008192 + 0.002)
-        for count, turns in ((1, 1), (2, 2)) * 4
+        Demanded(0, [0, 1][:count], (count + 1) * 0.008192 + beyond[count - 1] / 1e6)
+        for count in (1, 2) * 4
     ]
     figures = fitted(timed, machine)
-    assert figures["miss_us"] == pytest.approx(2000, abs=1)
-    assert figures["turn_us"] == pytest.approx(300, abs=1)
+    assert figures["miss_us"] == pytest.approx(miss_us, abs=1)
+    assert figures["turn_us"] == pytest.approx(turn_us, abs=1)
+    # As many turns in each: they cannot be told from the miss.
+    figures = fitted(timed[::2], machine)
+    assert figures["miss_us"] == pytest.approx(beyond[0], abs=1)
+    assert figures["turn_us"] == 0 and figures["turn_us_error"] is None
 
 
 @pytest.mark.parametrize("killed", ["reader-0", "experts"])
