@@ -272,7 +272,7 @@ class ArenaExperts:
                 raise StallError(
                     f"layer {layer}: experts {named} did not come within "
                     f"{waiting.seconds:.1f} s; is the disk still answering? "
-                    "A slow one needs a larger --stall-timeout"
+                    "A slow one needs a longer stall timeout"
                 )
             if waiting.time_to_repeat():
                 for outstanding in self._outstanding:

@@ -121,7 +121,7 @@ class RingEngram:
                     f"engram rows of {len(request.tokens)} tokens at position {request.start} "
                     f"(engram layer number {index}) did not come within "
                     f"{waiting.seconds:.1f} s; is the disk still answering? "
-                    "A slow one needs a larger --stall-timeout"
+                    "A slow one needs a longer stall timeout"
                 )
             if waiting.time_to_repeat():
                 self._channel.send(request)

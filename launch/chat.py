@@ -165,6 +165,6 @@ def parse_effort(text: str) -> int | None:
         return None
     if text in EFFORTS or text == "on":
         return EFFORTS.get(text, DEFAULT_EFFORT)
-    if text.isdigit() and 1 <= int(text) <= 100:
+    if text.isdecimal() and 1 <= int(text) <= 100:
         return int(text)
     raise UsageError(f"{text!r}: expected off, {', '.join(EFFORTS)}, or a number from 1 to 100")

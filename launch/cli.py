@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -31,7 +32,7 @@ from launch.generate import generate_command
 from launch.pack.command import pack_command
 from launch.ranges import PATH
 from launch.server.command import serve_command
-from launch.settings import Settings, options_command
+from launch.settings import Settings, noting_origins, options_command, walk
 from launch.simulate.command import simulate_command
 from launch.synth.command import synth_command
 from launch.top import top_command
@@ -94,6 +95,11 @@ for command in (
     bench.add_command(command)
 
 
+for _, command in walk(cli):
+    if command.callback is not None:
+        command.callback = noting_origins(command.callback)
+
+
 def main() -> None:
     """Entry point of `headrace` and of launch.py; never returns."""
     code = _run()
@@ -105,6 +111,12 @@ def main() -> None:
     # Everything is stopped by now. Taking the interpreter apart would add a second on a busy
     # machine, where Ctrl-C promises to be over within two.
     os._exit(code)
+
+
+def _say(error: str) -> None:
+    """One line; of a given value that is longer than any should be, its start."""
+    shortened = re.sub(r"([^\s/:;'\"]{80})[^\s/:;'\"]{20,}", r"\1…", error)
+    click.echo(f"headrace: {shortened}", err=True)
 
 
 def _usage_line(error: click.ClickException) -> str:
@@ -129,13 +141,13 @@ def _run() -> int:
     try:
         cli.main(prog_name="headrace", standalone_mode=False)
     except HeadraceError as error:
-        click.echo(f"headrace: {error}", err=True)
+        _say(str(error))
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
     except click.ClickException as error:
-        click.echo(f"headrace: {_usage_line(error)}", err=True)
+        _say(_usage_line(error))
         return 2
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else 1
@@ -148,6 +160,6 @@ def _run() -> int:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
         refused = refused_by_machine(error)
-        click.echo(f"headrace: {refused or describe(error)}", err=True)
+        _say(str(refused or describe(error)))
         return refused.exit_code if refused else 1
     return 0

@@ -18,8 +18,8 @@ from launch.options import (
     GroupOptions,
     format_size,
 )
-from launch.ranges import CACHE, PATH, SIZE
-from launch.warm_options import parse_experts
+from launch.ranges import BANDWIDTH, CACHE, INTEGER, NUMBER, PATH, SIZE
+from launch.warm_options import EXPERTS
 from protocol.specs import GRAPHS
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
@@ -36,20 +36,22 @@ _OPTIONS = (
         metavar="SIZE",
         help="Memory for experts: 64GiB, or 25% of all experts.  [default: what memory allows]",
     ),
-    click.option("--slots", type=int, help="The same as a number of experts; wins over --cache."),
+    click.option(
+        "--slots", type=INTEGER, help="The same as a number of experts; wins over --cache."
+    ),
     _option("--device", key="device", help="cpu, cuda, or auto: the GPU if there is one."),
-    _option("--readers", key="readers", type=int, help="Reader processes."),
+    _option("--readers", key="readers", type=INTEGER, help="Reader processes."),
     _option(
         "--prefetch",
         key="predicted_in_flight",
-        type=int,
+        type=INTEGER,
         metavar="N",
         help="Predicted experts being read at once; 0 turns prefetch off.",
     ),
     _option(
         "--predict-ahead",
         key="predict_ahead",
-        type=int,
+        type=INTEGER,
         metavar="LAYERS",
         help="How many layers ahead experts are predicted, 1 to 3: farther pays on slow disks.",
     ),
@@ -69,18 +71,18 @@ _OPTIONS = (
         "--pin-experts",
         "pinned",
         default="",
+        type=EXPERTS,
         metavar="LIST",
-        callback=lambda context, parameter, value: parse_experts(str(value)),
         help="Experts that stay in the cache: 3:17,5:0-7 for one of layer 3, eight of layer 5.",
     ),
     click.option(
         "--chunk-tokens",
-        type=int,
+        type=INTEGER,
         help="Prompt tokens computed in one pass, which reads each needed expert once.  [default: "
         f"{CPU_CHUNK_TOKENS}, on a GPU {GPU_CHUNK_TOKENS}]",
     ),
     _option(
-        "--max-context", key="max_context", type=int, help="Longest sequence, prompt included."
+        "--max-context", key="max_context", type=INTEGER, help="Longest sequence, prompt included."
     ),
     _option(
         "--pin",
@@ -107,18 +109,20 @@ _OPTIONS = (
         type=PATH,
         help="Read experts from this copy that headrace pack made.",
     ),
-    _option("--threads", key="threads", type=int, help="torch threads on the CPU; 0: its own."),
-    _option("--start-timeout", key="start_timeout", type=float, help="Seconds the start may take."),
+    _option("--threads", key="threads", type=INTEGER, help="torch threads on the CPU; 0: its own."),
+    _option(
+        "--start-timeout", key="start_timeout", type=NUMBER, help="Seconds the start may take."
+    ),
     _option(
         "--stall-timeout",
         key="stall_timeout",
-        type=float,
+        type=NUMBER,
         help="Seconds compute waits for a byte before the request fails.",
     ),
     _option(
         "--silence-timeout",
         key="silence_timeout",
-        type=float,
+        type=NUMBER,
         help="Seconds a process may give no sign of life before it is killed and all ends.",
     ),
     click.option(
@@ -164,14 +168,14 @@ _OPTIONS = (
     _option(
         "--disk-bandwidth",
         key="disk_bandwidth",
-        type=float,
+        type=BANDWIDTH,
         metavar="BYTES/S",
         help="For developers: slow the disk down to this.",
     ),
     _option(
         "--disk-latency",
         key="disk_latency",
-        type=float,
+        type=NUMBER,
         metavar="SECONDS",
         help="For developers: add this to every read.",
     ),

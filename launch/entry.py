@@ -1,6 +1,7 @@
 """Where `headrace` and `python launch.py` begin: the command line, imported under a handler.
 
-Loading the libraries takes a good part of a second, in which Ctrl-C must not print a traceback.
+Loading the libraries takes a good part of a second, in which Ctrl-C must not print a traceback and
+a signal must give its documented exit code.
 """
 
 from __future__ import annotations
@@ -8,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command line; never returns."""
     open_standard_streams()
+    # Until a command has something to clear away; a closed terminal that nohup ignores stays so.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
     try:
         from launch.cli import main as run
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.options import GIB, GroupOptions, format_size, on_gpu
+from launch.options import GIB, Cache, GroupOptions, format_size, on_gpu
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError, UsageError
 from protocol.tensor_table import expected_tensors, kind_of
@@ -61,7 +61,7 @@ def plan_memory(config: ModelConfig, options: GroupOptions, slot_bytes: int) -> 
         asked = f"--cache {format_size(options.cache_bytes)} ({slots} slots)"
     elif options.cache_share is not None:
         slots = math.ceil(options.cache_share * every)
-        asked = f"--cache {options.cache_share:.0%} ({slots} slots)"
+        asked = f"--cache {Cache(share=options.cache_share)} ({slots} slots)"
     else:
         room = (available - dense - RESERVE) * DEFAULT_SHARE
         slots = max(least, min(math.floor(room / slot_bytes), every + in_flight))

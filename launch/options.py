@@ -76,7 +76,7 @@ class GroupOptions:
     trace: Path | None = None
     route_trace: Path | None = None
     route_trace_inputs: bool = False
-    disk_bandwidth: float = 0.0
+    disk_bandwidth: int = 0
     disk_latency: float = 0.0
     reader_faults: str = ""
     engram_faults: str = ""
@@ -102,7 +102,7 @@ class GroupOptions:
             ("slots", 0, 1 << 40),
             ("cache_bytes", 0, 1 << 60),
             ("device_cache", 0, 1 << 60),
-            ("disk_bandwidth", 0, 1e15),
+            ("disk_bandwidth", 0, 10**15),
             ("disk_latency", 0, 3600),
         ):
             value = getattr(self, name)
@@ -111,10 +111,6 @@ class GroupOptions:
                 option = _SPELLINGS.get(name, name.replace("_", "-"))
                 bound = f"at most {most:g}" if value > most else f"at least {least}"
                 raise UsageError(f"--{option} is {value}, expected {bound}")
-        if 0 < self.disk_bandwidth < 1:
-            raise UsageError(
-                f"--disk-bandwidth is {self.disk_bandwidth}, expected at least 1, or 0"
-            )
         for faults in (self.reader_faults, self.engram_faults):
             FaultPlan.parse(faults)
         check_device(self.device)
@@ -145,7 +141,7 @@ def on_gpu(device: str) -> bool:
 
 def check_device(name: str) -> None:
     """Raises UsageError for what no process could compute on, whatever the machine has."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
         raise UsageError(
             f"--device is {name!r}, expected auto, cpu, cuda, or cuda:N for one of many"
         )
@@ -182,7 +178,7 @@ _MOST_DIGITS = 30
 
 def parse_size(text: str) -> int:
     """Bytes in `4GiB`, `500MB` or `1048576`; raises UsageError."""
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    matched = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if matched is None or matched[2] not in _UNITS or len(matched[1]) > _MOST_DIGITS:
         raise UsageError(f"{text!r} is not a size; write it like 64GiB, 500MB or 1048576")
     return int(float(matched[1]) * _UNITS[matched[2]])
@@ -200,7 +196,7 @@ class Cache(NamedTuple):
 
 def parse_cache(text: str) -> Cache:
     """A size such as 64GiB or a percentage; raises UsageError."""
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    matched = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
     if matched is None or len(matched[1]) > _MOST_DIGITS:
         return Cache(nbytes=parse_size(text))
     return Cache(share=float(matched[1]) / 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import click
 from launch.options import GIB, Cache, parse_cache, parse_size
 from protocol.errors import UsageError
 
-COUNT = click.IntRange(1, 1 << 40)
-TOP_K = click.IntRange(0, 1 << 31)
-SEED = click.IntRange(-(1 << 63), (1 << 63) - 1)
-READERS = click.IntRange(1, 256)
-THREADS = click.IntRange(1, 1024)
-# Repetitions of a measurement.
-ROUNDS = click.IntRange(1, 1_000_000)
+
+class Integer(click.IntRange):
+    """In the digits 0 to 9: int() takes other alphabets' and underscores, too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+            self.fail(f"{value!r} is not a valid integer.", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number
 
 
 class _Finite(click.FloatRange):
@@ -30,6 +33,8 @@ class _Finite(click.FloatRange):
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
+        if isinstance(value, str) and (not value.isascii() or "_" in value):
+            self.fail(f"{value!r} is not a valid number.", param, ctx)
         return number
 
 
@@ -77,10 +82,21 @@ class CacheSize(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+INTEGER = Integer()
+COUNT = Integer(1, 1 << 40)
+TOP_K = Integer(0, 1 << 31)
+SEED = Integer(-(1 << 63), (1 << 63) - 1)
+READERS = Integer(1, 256)
+THREADS = Integer(1, 1024)
+# Repetitions of a measurement.
+ROUNDS = Integer(1, 1_000_000)
 PATH = _NamedPath(path_type=Path)
 PIECE = Size(4096, GIB)
 SIZE = Size(0, 1 << 60)
+RATE = Size(1, 10**15)  # bytes a second
+BANDWIDTH = Size(0, 10**15)  # or 0: as it is
 CACHE = CacheSize()
+NUMBER = _Finite()
 TEMPERATURE = _Finite(min=0.0)
 TOP_P = _Finite(0.0, 1.0, min_open=True)
 MIN_P = _Finite(0.0, 1.0)

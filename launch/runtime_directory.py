@@ -32,6 +32,7 @@ class RuntimeDirectory:
     @classmethod
     def create(cls, base: Path | None = None) -> Self:
         """Raises ResourceError where `base` cannot be written or is too deep for a socket."""
+        elsewhere = "in XDG_RUNTIME_DIR" if base is None else "with --runtime-dir"
         parent = base or Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
         path = None
         try:
@@ -44,14 +45,14 @@ class RuntimeDirectory:
                 shutil.rmtree(path, ignore_errors=True)
             raise ResourceError(
                 f"{parent}: cannot make a runtime directory there ({error.strerror}); "
-                "give a writable one with --runtime-dir"
+                f"give a writable one {elsewhere}"
             ) from None
         try:
             return cls(path, lock)
         except ValueError as error:
             os.close(lock)
             shutil.rmtree(path, ignore_errors=True)
-            raise ResourceError(f"{error}; give a shorter one with --runtime-dir") from None
+            raise ResourceError(f"{error}; give a shorter one {elsewhere}") from None
 
     def remove(self) -> None:
         """Delete it and everything in it; harmless where it is gone."""

@@ -9,10 +9,12 @@ the DIR argument is `checkpoint` and HEADRACE_CHECKPOINT.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from protocol.errors import UsageError
+from protocol.errors import HeadraceError, UsageError
 
 PREFIX = "HEADRACE_"
 FILE_VARIABLE = "HEADRACE_CONFIG"
@@ -80,6 +82,14 @@ class Settings:
             return f"file {self.path}"
         return f"environment {variable_name(name)}"
 
+    def note_origins(self, error: HeadraceError, context: click.Context) -> None:
+        """Have `error` say where the options that it names were set, unless on the command line."""
+        named = re.findall(r"--([a-z-]+)", str(error))
+        for parameter in context.command.params:
+            origin = self.origin(context, parameter)
+            if setting_name(parameter) in named and origin.startswith(("file", "environment")):
+                error.args = (f"{error}; --{setting_name(parameter)} is from {origin}",)
+
     def _lookup(self, command: str, parameter: click.Parameter) -> Any:
         name = setting_name(parameter)
         value: Any = self.environment.get(variable_name(name))
@@ -111,6 +121,23 @@ def variable_name(setting: str) -> str:
     return PREFIX + setting.upper().replace("-", "_")
 
 
+def noting_origins(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A command's function whose errors name a file or a variable as well; see `note_origins`."""
+
+    @functools.wraps(callback)
+    def run(*arguments: Any, **named: Any) -> Any:
+        try:
+            return callback(*arguments, **named)
+        except HeadraceError as error:
+            context = click.get_current_context()
+            settings = context.find_object(Settings)
+            if settings is not None:
+                settings.note_origins(error, context)
+            raise
+
+    return run
+
+
 def user_file(environment: Mapping[str, str]) -> Path:
     """The file that is read when none is named."""
     base = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config"
@@ -129,7 +156,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _flatten(
     parsed: dict[str, Any], path: Path, commands: click.Group
 ) -> Iterator[tuple[tuple[str, str], Any]]:
-    by_command = {name: set(_setting_names(command)) for name, command in _walk(commands)}
+    by_command = {name: set(_setting_names(command)) for name, command in walk(commands)}
     every = set().union(*by_command.values())
     for key, value in parsed.items():
         if isinstance(value, dict):
@@ -146,10 +173,11 @@ def _flatten(
             raise UsageError(f"{path}: {key} is no option{_suggest(key, every)}")
 
 
-def _walk(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+def walk(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """Every command of `group` and of the groups in it, by its name."""
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
-            yield from _walk(command)
+            yield from walk(command)
         else:
             yield name, command
 
@@ -185,9 +213,9 @@ def options_command(
     root = context.find_root()
     settings, group = root.obj, root.command
     assert isinstance(settings, Settings) and isinstance(group, click.Group)
-    chosen = dict(_walk(group)).get(command)
+    chosen = dict(walk(group)).get(command)
     if chosen is None:
-        raise UsageError(f"there is no command {command!r}{_suggest(command, dict(_walk(group)))}")
+        raise UsageError(f"there is no command {command!r}{_suggest(command, dict(walk(group)))}")
     inner = click.Context(chosen, parent=root, info_name=command, resilient_parsing=True)
     inner.default_map = settings.values(command, chosen)
     chosen.parse_args(inner, list(arguments))

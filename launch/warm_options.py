@@ -36,14 +36,31 @@ def with_warm_options(*, warm: bool) -> Callable[[Callable[..., Any]], Callable[
     )
 
 
+class _Experts(click.ParamType):  # type: ignore[type-arg]  # older releases are not generic
+    """(layer, expert) pairs, as `parse_experts` reads them."""
+
+    name = "experts"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        try:
+            return parse_experts(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+EXPERTS = _Experts()
+
+
 def parse_experts(text: str) -> tuple[tuple[int, int], ...]:
     """(layer, expert) pairs in `3:17,5:0-7`; raises UsageError."""
     pairs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        matched = re.fullmatch(r"(\d{1,5}):(\d{1,5})(?:-(\d{1,5}))?", part)
+        matched = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
         if matched is None:
             raise UsageError(
-                f"--pin-experts {part!r}: expected LAYER:EXPERT or LAYER:FIRST-LAST, with commas "
+                f"{part!r} is not LAYER:EXPERT or LAYER:FIRST-LAST; write several with commas "
                 "between"
             )
         layer, first, last = (int(group or matched[2]) for group in matched.groups())

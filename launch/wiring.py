@@ -102,7 +102,7 @@ class Wiring:
             files=[str(path) for path in self.files],
             arena_fd=self.regions.arena.fd,
             direct=options.direct,
-            bandwidth=options.disk_bandwidth,
+            bandwidth=float(options.disk_bandwidth),
             latency=options.disk_latency,
             # A fault that ends a reader would end its replacement too.
             faults=options.reader_faults if incarnation == 0 else "",

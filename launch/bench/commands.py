@@ -20,11 +20,13 @@ from launch.ranges import (
     MILLISECONDS,
     PATH,
     PIECE,
+    RATE,
     READERS,
     ROUNDS,
     SECONDS,
     SHARE,
     THREADS,
+    Integer,
     Size,
 )
 from protocol.specs import GRAPHS
@@ -32,7 +34,7 @@ from protocol.specs import GRAPHS
 ENGINE = GroupOptions(Path())  # its defaults
 KERNELS_SHOWN = 20
 # Fewer say nothing of how far a mean may be off.
-DEMANDS = click.IntRange(20, 1_000_000)
+DEMANDS = Integer(20, 1_000_000)
 # Names of templates go on for lines.
 KERNEL_NAME_WIDTH = 80
 
@@ -159,7 +161,7 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
 @of_checkpoint
 @click.option(
     "--disk-bandwidth",
-    type=Size(1, 10**15),
+    type=RATE,
     required=True,
     help="Slow all readers together down to this many bytes a second.",
 )
@@ -338,7 +340,7 @@ def decode_command(
 )
 @click.option(
     "--chunk-tokens",
-    type=click.IntRange(1, 1 << 16),
+    type=Integer(1, 1 << 16),
     help="Prompt tokens computed in one pass.  [default: the engine's on this device]",
 )
 @click.option(

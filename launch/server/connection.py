@@ -35,7 +35,7 @@ class ClientLeft(Exception):
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body; raises ApiError 413 where it is larger than `limit` bytes."""
     stated = request.headers.get("content-length", "0")
-    if stated.isdigit() and int(stated) > limit:
+    if stated.isdecimal() and int(stated) > limit:
         await _discard(request)
         raise _too_large(limit, int(stated))
     body = bytearray()

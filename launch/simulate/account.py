@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,10 @@ class Run:
     eager: bool = False
 
 
-def simulate(run: Run) -> dict[str, Any]:
+def simulate(run: Run, at_step: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
     """Figures of the steps after the warm-up, a token where they say so. Precision counts a read
     that was under way when it was picked as right; `hidden` is the share of the waiting without
-    prefetch that is gone, which the caller fills in."""
+    prefetch that is gone, which the caller fills in. `at_step` hears of each step that begins."""
     policy: EvictionPolicy
     belady = None
     if run.policy == BELADY:
@@ -49,6 +49,8 @@ def simulate(run: Run) -> dict[str, Any]:
     try:
         for trace in run.traces:
             for layer_pass in run.foretold.passes(trace, run.times, steps, run.most):
+                if layer_pass.layer == 0:
+                    at_step(layer_pass.step)
                 if layer_pass.step == run.warm and layer_pass.layer == 0:
                     begin, tokens = _standing(replay), 0
                 if belady is not None:

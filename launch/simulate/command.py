@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,8 +22,10 @@ from launch.ranges import (
     MILLISECONDS,
     PATH,
     PIECE,
+    RATE,
     READERS,
     SECONDS,
+    Integer,
     Size,
 )
 from launch.simulate.account import BELADY, Run, simulate
@@ -37,9 +40,9 @@ from protocol.identity import checkpoint_identity
 from protocol.route_trace import RouteTrace
 from protocol.shards import Shards
 
-IN_FLIGHT = click.IntRange(0, 1024)
-RESERVE = click.IntRange(1, 1 << 20)
-STEPS = click.IntRange(0, 1 << 40)
+IN_FLIGHT = Integer(0, 1024)
+RESERVE = Integer(1, 1 << 20)
+STEPS = Integer(0, 1 << 40)
 # To the service, to a reader, and back.
 MESSAGES_OF_A_MISS = 4
 # 0.2 ms were measured where a message took 0.45.
@@ -60,7 +63,7 @@ TURNS_OF_A_MISS = 8
     "--bandwidth",
     "bandwidths",
     multiple=True,
-    type=Size(1, 10**15),
+    type=RATE,
     help="The disk's bytes a second, such as 3GB.  [repeatable; default: 3GB]",
 )
 @click.option(
@@ -170,12 +173,15 @@ def simulate_command(
     names += [name for name in dict.fromkeys(policies) if name != "all" and name not in names]
     times = Times(None if layer_ms is None else layer_ms / 1e3)
     template = Run(opened, _machine(opened[0], **machine), "", chosen[0], times, warm, steps)
-    results = []
-    console = Console(stderr=True)
-    with console.status("simulating") as status:
-        for figures in _every(template, caches, disks, names, chosen, eager):
+    results: list[dict[str, Any]] = []
+    count = len(caches) * len(disks) * len(names) * len(chosen)
+    with Console(stderr=True).status("simulating") as status:
+
+        def at_step(step: int) -> None:
+            status.update(f"simulating: run {len(results) + 1} of {count}, step {step}")
+
+        for figures in _every(template, caches, disks, names, chosen, eager, at_step):
             results.append(figures)
-            status.update(f"simulating: {len(results)} runs done")
     if plot is not None:
         write_plot(results, plot)
     if as_json:
@@ -193,6 +199,7 @@ def _every(
     policies: Sequence[str],
     predictors: Sequence[Foretold],
     eager: bool,
+    at_step: Callable[[int], None],
 ) -> Iterator[dict[str, Any]]:
     """Every combination's figures; without prefetch first, to which the others compare."""
     ordered = sorted(predictors, key=lambda foretold: foretold.predicts)
@@ -211,7 +218,7 @@ def _every(
                 foretold=foretold,
                 eager=eager and foretold.predicts,
             )
-            figures = simulate(run)
+            figures = simulate(run, at_step)
             stalled = figures["stalled_ms_per_token"]
             if not foretold.predicts:
                 waited = stalled
@@ -259,7 +266,7 @@ def _machine(
 def _slots(cache: str, machine: Machine) -> int:
     """Slots for `cache`; raises UsageError for fewer than any layer can live with."""
     every = machine.layers * machine.experts
-    if cache.strip().isdigit():
+    if re.fullmatch(r"\s*[0-9]{1,18}\s*", cache):
         slots = int(cache)
     else:
         _, share = parse_cache(cache)

@@ -24,7 +24,7 @@ def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
     for figures in results:
         stalled = figures["stalled_ms_per_token"]
         table.add_row(
-            f"{figures['cache']:.0%}",
+            f"{100 * figures['cache']:.3g}%",
             f"{figures['bandwidth'] / 1e9:.3g} GB/s",
             figures["policy"],
             figures["prefetch"],

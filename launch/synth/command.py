@@ -12,7 +12,7 @@ import click
 from engram_io.token_map import TokenMap
 from launch.foreground import byte_progress, console
 from launch.options import format_size
-from launch.ranges import PATH
+from launch.ranges import PATH, Integer
 from launch.synth.geometry import PRESETS, config_json, text_config
 from launch.synth.tokenizer import IMAGE, make_tokenizer
 from launch.synth.weights import RandomWeights
@@ -25,8 +25,8 @@ SLACK_BYTES = 64 << 20
 
 
 # What a checkpoint could have of anything.
-SIZE = click.IntRange(0, 1 << 32)
-SYNTH_SEED = click.IntRange(0, (1 << 63) - 1)
+SIZE = Integer(0, 1 << 32)
+SYNTH_SEED = Integer(0, (1 << 63) - 1)
 
 
 @click.command("synth")

@@ -229,7 +229,8 @@ def test_a_damaged_checkpoint_is_named_by_file(
 def test_no_such_directory(tmp_path: Path, checkpoint: Path, place: str) -> None:
     refusal = refuse(tmp_path, tmp_path / place, *PROMPT)
     assert (refusal.code, refusal.started) == (3, False)
-    assert refusal.line == f"{tmp_path / place}: no such directory; give a checkpoint's directory"
+    shown = tmp_path / (place if len(place) < 100 else place[:80] + "…")
+    assert refusal.line == f"{shown}: no such directory; give a checkpoint's directory"
 
 
 # --- the request ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from launch.bench.expert_tier import experts_of
 from launch.bench.miss import Demanded, fitted, least_waited_for
 from launch.simulate.disk import DiskModel
 from launch.simulate.replay import Machine, plain_slices
-from protocol.errors import ProcessDied, UsageError
+from protocol.errors import ProcessDied, ResourceError, UsageError
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 
@@ -139,3 +139,14 @@ def test_a_wait_ends_when_a_process_does(killed: str) -> None:
         group.children[killed].kill()
         with pytest.raises(ProcessDied, match=f"{killed} ended: killed by SIGKILL"):
             group.fetch(0, [1])
+
+
+def test_a_benchmark_advises_no_option_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    with (
+        pytest.raises(ResourceError, match="give a writable one in XDG_RUNTIME_DIR"),
+        ExpertGroup(MINI, slots=24),
+    ):
+        raise AssertionError("it cannot have started")

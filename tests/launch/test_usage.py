@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from launch import cli
+
+ROOT = Path(__file__).parents[2]
+MINI = ROOT / "tests" / "golden" / "data" / "mini"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,13 @@ from launch import cli
         ("--config @ serve DIR", "'--config': the name is empty; see headrace --help"),
         ("chat DIR --warm-dir @", "'--warm-dir': the name is empty"),
         ("serve DIR --cache @", "invalid value for '--cache': '' is not a size"),
+        ("serve DIR --readers ٣", "'--readers': '٣' is not a valid integer"),
+        ("serve DIR --stall-timeout ٣", "'--stall-timeout': '٣' is not a valid number"),
+        ("bench io DIR --rounds 1_0", "'--rounds': '1_0' is not a valid integer"),
+        ("serve DIR --disk-bandwidth 0.5e9", "'--disk-bandwidth': '0.5e9' is not a size"),
+        ("serve DIR --pin-experts 3", "'--pin-experts': '3' is not LAYER:EXPERT or LAYER:FIRST"),
+        (f"serve DIR --keep {'9' * 200}", f"'--keep': '{'9' * 80}…'"),
+        (f"serve DIR --queue {'9' * 5000}", f"'--queue': '{'9' * 80}…'"),
         ("serve DIR --slots -1", "--slots is -1, expected at least 0"),
         ("generate DIR --device-cache 9999999TiB", "'--device-cache': 9999999TiB is not from 0 to"),
         ("bench io DIR --readers 0", "0 is not in the range 1<=x<=256"),
@@ -76,6 +88,48 @@ def test_a_bad_value_from_elsewhere_is_looked_for_on_the_command_line(
     assert "'--cache': '17q' is not a size" in said["environment"]
     assert "(from environment HEADRACE_CACHE); see" in said["environment"]
     assert f"'many' is not a valid integer (from file {file}); see" in said["file"]
+
+
+def test_a_limit_that_is_checked_later_is_looked_for_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text("port = 70000\ncache = '5'")
+    monkeypatch.setenv("HEADRACE_MAX_BODY", "0")
+
+    def said(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["headrace", *words])
+        assert cli._run() == 2
+        return capsys.readouterr().err.strip()
+
+    environment = "; --max-body is from environment HEADRACE_MAX_BODY"
+    assert said("serve", "DIR") == f"headrace: --max-body is 0, expected at least 1024{environment}"
+    config = ("--config", str(file))
+    assert said(*config, "serve", "DIR").endswith(f"to 65535; --port is from file {file}")
+    assert said(*config, "serve", "DIR", "--port", "70001").endswith("expected 0 to 65535")
+    assert said(*config, "generate", str(MINI), "--prompt-ids", "3").endswith(
+        f"; --cache is from file {file}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_a_signal_while_libraries_load_ends_with_its_code(
+    number: signal.Signals, code: int
+) -> None:
+    early = f"""
+import os, sys
+from launch.entry import main
+class Early:
+    def find_spec(self, name, path=None, target=None):
+        if name == "launch.cli":
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Early())
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", early], cwd=ROOT, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (code, b"")
 
 
 def test_no_command_at_all_is_answered_by_no_help(

@@ -56,6 +56,13 @@ def test_prefetch_never_loses_and_a_good_predictor_gains(
     assert gain >= 0.3 * (off["ms_per_token"] - perfect["ms_per_token"])
 
 
+def test_every_step_is_said_as_it_begins(trace: RouteTrace) -> None:
+    run = Run([trace, trace], machine(40, 0.01), "lru", Foretold("off"), Times(None), 0, 20)
+    steps: list[int] = []
+    simulate(run, steps.append)
+    assert steps == list(range(40))
+
+
 def test_a_predictor_that_is_mostly_wrong_is_left_unread(tmp_path: Path) -> None:
     bad = RouteTrace(write_trace(tmp_path / "bad.routes", 100, right=0.1))
     off = figures(bad, machine(60, 0.02, in_flight=0))
