@@ -4,7 +4,9 @@ lays a read's cost to the miss, or that waits for a process which has died."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from launch.bench.miss import Demanded, fitted, least_waited_for
 from launch.simulate.disk import DiskModel
 from launch.simulate.replay import Machine, plain_slices
 from protocol.errors import ProcessDied, ResourceError, UsageError
+from protocol.layouts import ABSENT
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
 
@@ -95,6 +98,45 @@ def test_no_demand_is_timed_whose_reads_are_done_before_the_work_beside_them() -
     assert least_waited_for(machine, 3, 0.040) == 3
     with pytest.raises(UsageError, match=r"42 ms while the disk takes 41 for 3 experts"):
         least_waited_for(machine, 3, 0.042)
+
+
+class Sending:
+    """A source and the clock beside it: sending takes 7 s, each expert 1, using it 30."""
+
+    now = 0.0
+    sent = 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def look_up(self, layer: int, experts: range) -> list[int]:
+        return [ABSENT for _ in experts]
+
+    def fetch(self, layer: int, experts: list[int]) -> Iterator[int]:
+        self.sent += 1
+        self.now += 7
+
+        def arriving() -> Iterator[int]:
+            for expert in experts:
+                self.now += 1
+                yield expert
+            self.now += 30
+
+        return arriving()
+
+    def release(self) -> None:
+        pass
+
+
+def test_neither_sending_nor_using_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Sending()
+    monkeypatch.setattr(miss, "time", source)
+    monkeypatch.setattr(miss, "experts_of", lambda group, device: source)
+    config = SimpleNamespace(num_hidden_layers=2, n_routed_experts=9, num_experts_per_tok=4)
+    timed = miss._timed(SimpleNamespace(config=config), 0.0, 2, 20)
+    assert source.sent == len(timed) == 20
+    assert {len(demanded.experts) for demanded in timed} == {2, 3, 4}
+    assert all(demanded.seconds == len(demanded.experts) for demanded in timed)
 
 
 @pytest.mark.parametrize(
