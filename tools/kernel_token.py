@@ -89,7 +89,7 @@ class Token:
             compressed=torch.randn(4096, HEAD, device=DEVICE).to(BF16),
             chosen=torch.randint(0, 4096, (1, CHOSEN), dtype=torch.int32, device=DEVICE),
             sink=torch.randn(HEADS, device=DEVICE), attended=buffer(1, HEADS, HEAD),
-            scratch=attention.AttentionScratch.empty(1, WINDOW + CHOSEN, HEADS, DEVICE),
+            scratch=attention.AttentionScratch.empty(1, WINDOW + CHOSEN, HEADS, HEAD, DEVICE),
             grouped=buffer(1, 8192), logits=buffer(10, 1, EXPERTS, dtype=FP32),
             ids=buffer(1, PICKS, dtype=torch.int32), weights=buffer(1, PICKS, dtype=FP32),
             shared_a=buffer(1, INTER), shared=buffer(1, H), a=buffer(PICKS, INTER), picks=buffer(1,

@@ -80,7 +80,7 @@ class Buffers:
         self.no_choice = ints(1, 0)
         # Sized for the layers that read compressed rows; those without use the beginning.
         slots = window + config.index_topk
-        self.attention = AttentionScratch.empty(1, slots, heads, device)
+        self.attention = AttentionScratch.empty(1, slots, heads, head_dim, device)
         self.attended = bf16(1, heads, head_dim)
         self.grouped = bf16(1, config.o_groups * config.o_lora_rank)
         # Of the experts.

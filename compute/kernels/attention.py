@@ -1,9 +1,9 @@
 """Attention of one or a few queries over their window and their chosen compressed rows, in one
 softmax.
 
-Owns two kernels. One scores 16 heads and a block of slots a program, so that a few heads fill a
-GPU. The other weighs the values, 16 heads and a slice of their columns a program: it adds the
-blocks in order, brings in the sink and rotates the result back.
+Owns three kernels. One scores 16 heads and a block of slots a program, so that a few heads fill a
+GPU. The next weighs a block's values, 16 heads and a slice of their columns a program. The last
+adds the blocks, brings in the sink and rotates the result back.
 
 Probabilities are rounded to bf16 relative to the greatest score of all blocks up to their own, as
 the model does. Scoring apart makes that known without one block waiting for another.
@@ -31,9 +31,10 @@ from compute.kernels.numeric import (
 HEADS = 16
 #: Rows a block has.
 ROWS = 64
-#: Columns of the values a program takes, and the most blocks that it takes at once.
-COLUMNS = 16
-MOST_TOGETHER = 16
+#: Columns of the values that a program weighs, of 16 heads.
+COLUMNS = 64
+#: Columns that a program adds up, of one head.
+ADDED_COLUMNS = 256
 
 
 @triton.jit
@@ -89,69 +90,80 @@ def _attend_scores(
 @triton.jit
 def _attend_values(
     window, window_index, window_slots, compressed, chosen, chosen_slots,
-    scores, greatest, sink, cos, sin, out, heads, blocks,
-    D: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
+    scores, greatest, weighed, totals, sink, heads, blocks,
+    D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     release_next()
     wait_for_previous()
-    token = tl.program_id(2)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    block, token = tl.program_id(0), tl.program_id(2)
+    slices: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    head = tl.program_id(1) // slices * HEADS + tl.arange(0, HEADS)
+    column = tl.program_id(1) % slices * COLUMNS + tl.arange(0, COLUMNS)
     there = head < heads
-    sunk = tl.load(sink + head, mask=there, other=0.0).to(tl.float32)
+    slot = tl.arange(0, ROWS)
+    rows, seen = _slot_rows(
+        block * ROWS + slot,
+        token, window, window_index, window_slots, compressed, chosen, chosen_slots, D,
+    )  # fmt: skip
+    values = tl.load(
+        rows[:, None] + column[None, :], mask=seen[:, None] & (column < D)[None, :], other=0.0
+    )
+    place = (token * blocks + block) * heads + head
+    score = tl.load(
+        scores + place[:, None] * ROWS + slot[None, :], mask=there[:, None], other=float("-inf")
+    )
     every = tl.arange(0, BLOCKS)
     tops = tl.load(
         greatest + (token * blocks + every)[:, None] * heads + head[None, :],
         mask=(every < blocks)[:, None] & there[None, :],
         other=float("-inf"),
     )
-    most = tl.maximum(tl.max(tops, axis=0), sunk)
-    total = tl.exp(sunk - most)
-    y = tl.zeros((HEADS, COLUMNS), tl.float32)
-    for first in range(0, blocks, TOGETHER):
-        slot = first * ROWS + tl.arange(0, TOGETHER * ROWS)
-        rows, seen = _slot_rows(
-            slot, token, window, window_index, window_slots, compressed, chosen, chosen_slots, D
-        )
-        values = tl.load(
-            rows[:, None] + column[None, :], mask=seen[:, None] & (column < D)[None, :], other=0.0
-        )
-        block = first + tl.arange(0, TOGETHER)
-        place = (token * blocks + block)[:, None] * heads + head[None, :]
-        here = (block < blocks)[:, None] & there[None, :]
-        score = tl.load(
-            scores + place[:, :, None] * ROWS + tl.arange(0, ROWS)[None, None, :],
-            mask=here[:, :, None],
-            other=float("-inf"),
-        )
-        # The greatest of every block up to each one of these.
-        earlier = (token * blocks + every)[None, None, :] * heads + head[None, :, None]
-        top = tl.max(
-            tl.load(
-                greatest + earlier,
-                mask=here[:, :, None] & (every[None, :] <= block[:, None])[:, None, :],
-                other=float("-inf"),
-            ),
-            axis=2,
-        )
-        # -inf as long as no slot of any block is there.
-        probability = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, :, None])
-        share = tl.exp(top - most[None, :])
-        total += tl.sum(tl.sum(probability, axis=2) * share, axis=0)
-        weighed = bf16_dot(as_bf16(probability), tl.reshape(values, (TOGETHER, ROWS, COLUMNS)))
-        y += tl.sum(weighed * share[:, :, None], axis=0)
-    y = to_bf16(y / total[:, None])
-    even, odd = tl.split(tl.reshape(y, (HEADS, COLUMNS // 2, 2)))
+    most = tl.maximum(tl.max(tops, axis=0), tl.load(sink + head, mask=there, other=0.0))
+    top = tl.max(tl.where((every <= block)[:, None], tops, float("-inf")), axis=0)
+    # -inf as long as no slot of any block is there.
+    probability = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    share = tl.exp(top - most)
+    total = tl.sum(probability, axis=1) * share
+    y = bf16_dot(as_bf16(probability), values) * share[:, None]
+    at = place[:, None] * D + column[None, :]
+    tl.store(weighed + at, y, mask=there[:, None] & (column < D)[None, :])
+    if tl.program_id(1) % slices == 0:
+        tl.store(totals + place, total, mask=there)
+
+
+@triton.jit
+def _add_blocks(
+    greatest, weighed, totals, sink, cos, sin, out, heads, blocks,
+    D: tl.constexpr, ROTATED: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    release_next()
+    wait_for_previous()
+    head, token = tl.program_id(0), tl.program_id(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < D
+    block = tl.arange(0, BLOCKS)
+    here = block < blocks
+    place = (token * blocks + block) * heads + head
+    parts = tl.load(
+        weighed + place[:, None] * D + column[None, :],
+        mask=here[:, None] & inside[None, :],
+        other=0.0,
+    )
+    sunk = tl.load(sink + head)
+    tops = tl.load(greatest + place, mask=here, other=float("-inf"))
+    total = tl.sum(tl.load(totals + place, mask=here, other=0.0), axis=0)
+    total += tl.exp(sunk - tl.maximum(tl.max(tops, axis=0), sunk))
+    y = to_bf16(tl.sum(parts, axis=0) / total)
+    even, odd = tl.split(tl.reshape(y, (COLUMNS // 2, 2)))
     # The inverse rotation of the tail: the partner's part with its sign turned.
     pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2) - (D - ROTATED) // 2
     turned = (pair >= 0) & (pair < ROTATED // 2)
     angle = token * (ROTATED // 2) + pair
-    c = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
-    s = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
-    y = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (HEADS, COLUMNS))
-    at = (token * heads + head)[:, None] * D + column[None, :]
-    tl.store(out + at, as_bf16(y), mask=there[:, None] & (column < D)[None, :])
+    c = tl.load(cos + angle, mask=turned, other=1.0)
+    s = tl.load(sin + angle, mask=turned, other=0.0)
+    y = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (COLUMNS,))
+    tl.store(out + (token * heads + head) * D + column, as_bf16(y), mask=inside)
 
 
 def attention_blocks(slots: int) -> int:
@@ -161,16 +173,26 @@ def attention_blocks(slots: int) -> int:
 
 
 class AttentionScratch(NamedTuple):
-    """What `attend` writes on the way, fp32, with B = `attention_blocks` of all slots: `scores`
-    [T, B, heads, 64] and `greatest` [T, B, heads]."""
+    """What `attend` writes on the way, fp32, with B = `attention_blocks` of all slots: of every
+    block and head `scores` [T, B, heads, 64], the `greatest` of them [T, B, heads], the values
+    `weighed` by them [T, B, heads, D], and the weights' `totals` [T, B, heads]."""
 
     scores: torch.Tensor
     greatest: torch.Tensor
+    weighed: torch.Tensor
+    totals: torch.Tensor
 
     @classmethod
-    def empty(cls, tokens: int, slots: int, heads: int, device: torch.device) -> AttentionScratch:
+    def empty(
+        cls, tokens: int, slots: int, heads: int, width: int, device: torch.device
+    ) -> AttentionScratch:
         shape = (tokens, attention_blocks(slots), heads)
-        return cls(torch.empty(*shape, ROWS, device=device), torch.empty(shape, device=device))
+        return cls(
+            torch.empty(*shape, ROWS, device=device),
+            torch.empty(shape, device=device),
+            torch.empty(*shape, width, device=device),
+            torch.empty(shape, device=device),
+        )
 
 
 def attend(
@@ -199,14 +221,18 @@ def attend(
     rotated = 2 * cos.shape[1]
     rows = (window, window_index, near, compressed, chosen, far)
     groups = triton.cdiv(heads, HEADS)
+    scores, greatest, weighed, totals = scratch
     _attend_scores[(blocks, groups, tokens)](
-        q, cos, sin, *rows, *scratch, heads, blocks, width**-0.5,
+        q, cos, sin, *rows, scores, greatest, heads, blocks, width**-0.5,
         D=width, ROTATED=rotated, BLOCK_D=padded, HEADS=HEADS, ROWS=ROWS, num_warps=4, **PDL,
     )  # fmt: skip
     padded_blocks = triton.next_power_of_2(blocks)
-    together = min(padded_blocks, MOST_TOGETHER)
-    _attend_values[(groups, triton.cdiv(width, COLUMNS), tokens)](
-        *rows, *scratch, sink, cos, sin, out, heads, blocks,
-        D=width, ROTATED=rotated, HEADS=HEADS, ROWS=ROWS, COLUMNS=COLUMNS, BLOCKS=padded_blocks,
-        TOGETHER=together, num_warps=8 if together > 4 else 4, num_stages=1, **PDL,
+    _attend_values[(blocks, groups * triton.cdiv(width, COLUMNS), tokens)](
+        *rows, scores, greatest, weighed, totals, sink, heads, blocks,
+        D=width, HEADS=HEADS, ROWS=ROWS, COLUMNS=COLUMNS, BLOCKS=padded_blocks,
+        num_warps=4, num_stages=1, **PDL,
+    )  # fmt: skip
+    _add_blocks[(heads, triton.cdiv(width, ADDED_COLUMNS), tokens)](
+        greatest, weighed, totals, sink, cos, sin, out, heads, blocks,
+        D=width, ROTATED=rotated, COLUMNS=ADDED_COLUMNS, BLOCKS=padded_blocks, num_warps=2, **PDL,
     )  # fmt: skip

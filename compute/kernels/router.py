@@ -14,6 +14,26 @@ from compute.kernels.numeric import release_next, softplus, wait_for_previous
 
 
 @triton.jit
+def _keys(biased, column, inside):
+    """int64 that order experts as their biased scores do, and equal ones by the lower id first: one
+    maximum finds both, where an argmax takes the time of two."""
+    bits = biased.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return tl.where(inside, (ordered << 32) | (0x7FFFFFFF - column), -(2**63))
+
+
+@triton.jit
+def _expert_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _score_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _pick(
     logits, stride, bias, ids, weights, experts, inverse_temperature, scaling,
     slots, first_slot, slot_bytes, table,
@@ -25,16 +45,14 @@ def _pick(
     x = sum_of_splits(logits, column, inside, stride, SPLITS)
     score = tl.sqrt_rn(softplus(x * inverse_temperature))
     b = tl.load(bias + column, mask=inside, other=0.0)
-    biased = tl.where(inside, score + b, float("-inf"))
+    keys = _keys(score + b, column, inside)
     slot = tl.arange(0, PADDED)
     chosen = tl.full((PADDED,), 0x7FFFFFFF, tl.int32)
-    weight = tl.zeros((PADDED,), tl.float32)
     for i in range(PICKS):
-        best = tl.argmax(biased, axis=0, tie_break_left=True)
-        at_best = column == best
-        chosen = tl.where(slot == i, best, chosen)
-        weight = tl.where(slot == i, tl.sum(tl.where(at_best, score, 0.0), axis=0), weight)
-        biased = tl.where(at_best, float("-inf"), biased)
+        best = tl.max(keys, axis=0)
+        chosen = tl.where(slot == i, _expert_of(best), chosen)
+        keys = tl.where(keys == best, -(2**63), keys)
+    weight = tl.sum(tl.where(chosen[:, None] == column[None, :], score[None, :], 0.0), axis=1)
     weight = weight / (tl.sum(weight, axis=0) + 1e-20) * scaling
     # The place of each pick among the ids in ascending order, in which outputs are added.
     place = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)
@@ -58,20 +76,17 @@ def _name_next(
     inside = column < experts
     x = sum_of_splits(logits, column, inside, stride, SPLITS)
     b = tl.load(bias + column, mask=inside, other=0.0)
-    biased = tl.where(inside, tl.sqrt_rn(softplus(x)) + b, float("-inf"))
+    keys = _keys(tl.sqrt_rn(softplus(x)) + b, column, inside)
     slot = tl.arange(0, PADDED)
-    chosen = tl.zeros((PADDED,), tl.int32)
-    score = tl.zeros((PADDED,), tl.float32)
-    cut = tl.max(biased, axis=0)
+    found = tl.zeros((PADDED,), tl.int64)
+    cut = tl.max(keys, axis=0)
     for i in range(looks):
-        best = tl.argmax(biased, axis=0, tie_break_left=True)
-        top = tl.max(biased, axis=0)
-        cut = tl.where(i < CUT, top, cut)
-        chosen = tl.where(slot == i, best, chosen)
-        score = tl.where(slot == i, top, score)
-        biased = tl.where(column == best, float("-inf"), biased)
-    tl.store(ids + slot, chosen, mask=slot < count)
-    tl.store(margins + slot, score - cut, mask=slot < count)
+        best = tl.max(keys, axis=0)
+        cut = tl.where(i < CUT, best, cut)
+        found = tl.where(slot == i, best, found)
+        keys = tl.where(keys == best, -(2**63), keys)
+    tl.store(ids + slot, _expert_of(found), mask=slot < count)
+    tl.store(margins + slot, _score_of(found) - _score_of(cut), mask=slot < count)
 
 
 @triton.jit

@@ -202,7 +202,9 @@ def attention_arguments(
 ) -> list[Any]:
     turn = rotation(torch.arange(tokens) + 500, frequencies(rotated, 1e4, None))
     rows = chosen + 40
-    scratch = attention.AttentionScratch.empty(tokens, window + chosen, heads, torch.device("cpu"))
+    scratch = attention.AttentionScratch.empty(
+        tokens, window + chosen, heads, width, torch.device("cpu")
+    )
     for part in scratch:
         part.fill_(float("nan"))
     window_index = torch.randint(-1, window, (tokens, window)).int()
@@ -249,7 +251,7 @@ def test_attention_stays_near_the_recorded_units(case: int) -> None:
     tokens, heads, width = q.shape
     window = min(idx.shape[1], 64)
     out = poisoned(tokens, heads, width).to(DEVICE)
-    scratch = attention.AttentionScratch.empty(tokens, idx.shape[1], heads, DEVICE)
+    scratch = attention.AttentionScratch.empty(tokens, idx.shape[1], heads, width, DEVICE)
     attention.attend(
         q.to(DEVICE), torch.ones(tokens, 8, device=DEVICE), torch.zeros(tokens, 8, device=DEVICE),
         kv.to(DEVICE), idx[:, :window].contiguous().to(DEVICE),
