@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.golden.cases import DEVICE
 from tests.golden.mistakes import MISTAKES
 from tests.golden.stages import StageRun
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda",
+    reason="mistakes are made in torch functions, for which kernels stand in on a GPU",
+)
 
 # What shows a mistake most plainly is not what it touches alone, so only the first named kind that
 # must be red is stated; a mistake that leaves its own stage green has not been caught.
