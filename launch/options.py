@@ -47,7 +47,7 @@ class GroupOptions:
     cache_share: float | None = None
     slots: int | None = None
     pin: str = "auto"
-    graphs: str = "on"
+    graphs: str = "token"
     device_cache: int | None = None
     direct: bool = True
     piece_bytes: int = 4 << 20
