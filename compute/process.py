@@ -249,6 +249,8 @@ def _assemble(
     )
     store = _snapshots(spec, config, device, limits)
     routes = _route_recorder(spec, config, weights, fitted, experts, regions.arena.slots)
+    if device.type == "cuda":
+        control.send(Loading(NAME, "decode kernels, compiled at the first start", 1.0))
     decoding = _decoding(spec, config, weights, fitted, experts, engram, regions.arena, tracer)
     generator = TextGenerator(
         Model(

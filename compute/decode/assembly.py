@@ -44,13 +44,17 @@ def decoder(
     fitted: FittedGates = NO_FITTED_GATES,
     tracer: Tracer | None = None,
 ) -> AnyDecoder:
-    """What runs tokens as `graphs`, one of GRAPHS, says.
+    """What runs tokens as `graphs`, one of GRAPHS, says; a token as one graph with its kernels
+    compiled.
 
     Raises UsageError for graphs on a device without them.
     """
     arguments = Arguments.of(weights, fitted, predict=predictions > 0)
     step = DecodeStep(config, arguments, predictions=min(predictions, config.n_routed_experts))
-    return decoder_over(step, experts, engram, graphs=graphs, tracer=tracer)
+    made = decoder_over(step, experts, engram, graphs=graphs, tracer=tracer)
+    if isinstance(made, TokenDecoder):
+        made.compile()
+    return made
 
 
 def decoder_over(

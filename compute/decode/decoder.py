@@ -105,10 +105,10 @@ class Decoder(SingleTokens):
         self._to_picks = [self._launch_to_picks(layer) for layer in layers]
         self._to_end = [self._launch_experts(layer) for layer in layers]
 
-    def begin(self, token: int, state: SequenceState) -> None:
-        """What the device is told of the token, in `inputs`."""
+    def begin(self, token: int, state: SequenceState, *, void: bool = False) -> None:
+        """What the device is told of the token, in `inputs`; of one that is `void`, not to wait."""
         self.step.bind(state)
-        self._input_words[:] = token, state.length, self.mailbox.begin(), 0
+        self._input_words[:] = token, state.length, self.mailbox.begin(), void
 
     def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
         # Asked for once: it is dear.

@@ -64,15 +64,26 @@ class TokenDecoder(SingleTokens):
         self._kernels = kernels_for(self.step.buffers.streams.device)
         # One object for good: a captured graph serves the launch that it was captured from.
         self._whole = self._launch
-        self._warm = False
+        self._compiled = False
         self.waits = self.repeated = 0
         self.waited_s = 0.0
 
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile and load the kernels of a token: some twenty seconds where none are cached.
+
+        Runs one that waits for nothing and means nothing, of an empty sequence.
+        """
+        device = self.step.buffers.streams.device
+        self._eager.begin(0, SequenceState(self.step.config, device), void=True)
+        self._launch()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._compiled = True
+
     def run(self, token: int, state: SequenceState, ticket: int) -> torch.Tensor:
-        if not self._warm:
-            logits = self._eager.run(token, state, ticket)
-            self._warm_up()
-            return logits
+        if not self._compiled:
+            self.compile()
         self._eager.begin(token, state)
         for layer in self.step.config.engram_layer_ids:
             self._eager.fetch_rows(layer, ticket)
@@ -113,12 +124,6 @@ class TokenDecoder(SingleTokens):
             b.tag, b.given_up, slots.first, mailbox.status, mailbox.answer, b.table,
             layer=layer, looks=self._looks,
         )  # fmt: skip
-
-    def _warm_up(self) -> None:
-        """Run the kernels that eager tokens do without, on a token that waits for nothing."""
-        self.step.buffers.given_up.fill_(1)
-        self._look_up(0)
-        self._warm = True
 
     def _serve(self) -> None:
         """Answer the running token, and pass on what it picks and predicts."""
