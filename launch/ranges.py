@@ -14,7 +14,14 @@ from launch.options import GIB, Cache, parse_cache, parse_size
 from protocol.errors import UsageError
 
 
-class Integer(click.IntRange):
+class _Range(click.types._NumberRangeBase):  # type: ignore[type-arg]  # as Size
+    """Without bounds, click describes a range as one up to None."""
+
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
+
+class Integer(_Range, click.IntRange):
     """In the digits 0 to 9: int() takes other alphabets' and underscores, too."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -24,7 +31,7 @@ class Integer(click.IntRange):
         return number
 
 
-class _Finite(click.FloatRange):
+class _Finite(_Range, click.FloatRange):
     """A range by itself lets NaN pass, of which no comparison holds."""
 
     def convert(
