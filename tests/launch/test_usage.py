@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,20 @@ from launch import cli
 
 ROOT = Path(__file__).parents[2]
 MINI = ROOT / "tests" / "golden" / "data" / "mini"
+Refused = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """What a command line of these words, which is wrong usage, prints: output and errors."""
+
+    def run(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["headrace", *words])
+        assert cli._run() == 2
+        printed = capsys.readouterr()
+        return printed.out, printed.err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -59,31 +74,23 @@ MINI = ROOT / "tests" / "golden" / "data" / "mini"
     ],
 )
 def test_a_slip_is_answered_by_more_than_a_line(
-    arguments: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, said: str, refused: Refused
 ) -> None:
     # An empty word is written @ here.
-    words = ["" if word == "@" else word for word in arguments.split()]
-    monkeypatch.setattr(sys, "argv", ["headrace", *words])
-    assert cli._run() == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith("headrace: ") and said in printed.err
+    output, errors = refused(*("" if word == "@" else word for word in arguments.split()))
+    assert output == "" and errors.count("\n") == 1
+    assert errors.startswith("headrace: ") and said in errors
 
 
 def test_a_bad_value_from_elsewhere_is_looked_for_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     file = tmp_path / "headrace.toml"
     file.write_text('readers = "many"')
     monkeypatch.setenv("HEADRACE_CACHE", "17q")
     said = {}
     for where, words in {"environment": [], "file": ["--config", str(file)]}.items():
-        monkeypatch.setattr(sys, "argv", ["headrace", *words, "generate", "DIR"])
-        assert cli._run() == 2
-        said[where] = capsys.readouterr().err
+        _, said[where] = refused(*words, "generate", "DIR")
         monkeypatch.delenv("HEADRACE_CACHE", raising=False)
     assert "'--cache': '17q' is not a size" in said["environment"]
     assert "(from environment HEADRACE_CACHE); see" in said["environment"]
@@ -91,16 +98,14 @@ def test_a_bad_value_from_elsewhere_is_looked_for_on_the_command_line(
 
 
 def test_a_limit_that_is_checked_later_is_looked_for_there_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     file = tmp_path / "headrace.toml"
     file.write_text("port = 70000\ncache = '5'")
     monkeypatch.setenv("HEADRACE_MAX_BODY", "0")
 
     def said(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["headrace", *words])
-        assert cli._run() == 2
-        return capsys.readouterr().err.strip()
+        return refused(*words)[1].strip()
 
     environment = "; --max-body is from environment HEADRACE_MAX_BODY"
     assert said("serve", "DIR") == f"headrace: --max-body is 0, expected at least 1024{environment}"
@@ -132,9 +137,6 @@ main()
     assert (ended.returncode, ended.stderr) == (code, b"")
 
 
-def test_no_command_at_all_is_answered_by_no_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["headrace"])
-    assert cli._run() == 2
-    assert "headrace generate DIR" in capsys.readouterr().err
+def test_no_command_at_all_is_answered_by_no_help(refused: Refused) -> None:
+    _, errors = refused()
+    assert "headrace generate DIR" in errors
