@@ -202,7 +202,7 @@ def _load_weights(shards: Shards, device: torch.device, control: Channel) -> Mod
 
 
 class Decoding(NamedTuple):
-    decoder: AnyDecoder
+    decoder: AnyDecoder | None
     experts: DeviceExperts
 
     @property
@@ -249,7 +249,7 @@ def _assemble(
     )
     store = _snapshots(spec, config, device, limits)
     routes = _route_recorder(spec, config, weights, fitted, experts, regions.arena.slots)
-    if device.type == "cuda":
+    if device.type == "cuda" and routes is None:
         control.send(Loading(NAME, "decode kernels, compiled at the first start", 1.0))
     decoding = _decoding(spec, config, weights, fitted, experts, engram, regions.arena, tracer)
     generator = TextGenerator(
@@ -264,8 +264,7 @@ def _assemble(
             early=spec.predict_early,
             routes=routes,
             fitted=fitted,
-            # A recorder is shown what only the torch path has at hand.
-            decoder=decoding.decoder if decoding and routes is None else None,
+            decoder=decoding.decoder if decoding else None,
             capacity=limits.context if decoding else 0,
         ),
         engram,
@@ -300,7 +299,8 @@ def _decoding(
     arena: Arena,
     tracer: Tracer,
 ) -> Decoding | None:
-    """Decode steps through the kernels, and the experts' tier in device memory: on a GPU."""
+    """On a GPU: decode steps through the kernels, where they are used, and the experts' tier in its
+    memory."""
     if weights.embed.device.type != "cuda":
         return None
     from compute.decode.assembly import decoder, device_tier
@@ -309,6 +309,9 @@ def _decoding(
     device = weights.embed.device
     room = (spec.max_context, spec.chunk_tokens)
     tier = device_tier(experts, arena, config, device, cache, *room)
+    if spec.route_trace:
+        # A recorder is shown what only the torch path has at hand.
+        return Decoding(None, tier)
     made = decoder(
         config,
         weights,
