@@ -14,11 +14,16 @@ from compute.kernels.numeric import release_next, softplus, wait_for_previous
 
 
 @triton.jit
+def _ordered(bits):
+    """An fp32's bits as an int32 that orders as it does; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _keys(biased, column, inside):
     """int64 that order experts as their biased scores do, and equal ones by the lower id first: one
     maximum finds both, where an argmax takes the time of two."""
-    bits = biased.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    ordered = _ordered(biased.to(tl.int32, bitcast=True)).to(tl.int64)
     return tl.where(inside, (ordered << 32) | (0x7FFFFFFF - column), -(2**63))
 
 
@@ -29,8 +34,7 @@ def _expert_of(key):
 
 @triton.jit
 def _score_of(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return _ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
