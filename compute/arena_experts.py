@@ -4,8 +4,8 @@ Owns compute's side of slot reclamation. Promises: a hit costs no message; what 
 while what is missing lands; a wait has an end and a name; an arena of any size suffices, since at
 most half as many experts as slots are demanded at once, and compute holds no slot while it waits.
 
-The directory is the truth and a message only wakes: an expert is here when its directory entry says
-so. An entry found after `ProgressPage.holds_no_slot` keeps its bytes until the next call of it.
+Shared memory is the truth and a message only wakes: an expert is here when the directory says so, or
+that it is arriving while its readers have marked every piece of it. An entry found after `ProgressPage.holds_no_slot` keeps its bytes until the next call of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compute.slot_views import HeldExpert, SlotViews
 from compute.sources import ExpertBytes
 from protocol import counters
 from protocol.errors import HeadraceError, ReadError, StallError
-from protocol.layouts import ABSENT, Directory, entry_slot, full_fence
+from protocol.layouts import ABSENT, Arena, Directory, entry_slot, look_up
 from protocol.messages import Demand, DemandFailed, Hint, Landed
 from protocol.trace import Tracer
 from protocol.transport import Channel
@@ -50,6 +50,7 @@ class ArenaExperts:
         self,
         channel: Channel,
         directory: Directory,
+        arena: Arena,
         progress: ProgressPage,
         views: SlotViews,
         tracer: Tracer,
@@ -63,6 +64,7 @@ class ArenaExperts:
         layer and in every wait."""
         self._channel = channel
         self._directory = directory
+        self._arena = arena
         self._progress = progress
         self._views = views
         self._tracer = tracer
@@ -156,10 +158,7 @@ class ArenaExperts:
 
     def look_up(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Directory words of `experts`, ABSENT where one is not resident."""
-        words: list[int] = self._directory.entry[layer].take(experts).tolist()
-        # What the words point to is read after them.
-        full_fence()
-        return words
+        return look_up(self._directory, self._arena, layer, experts)
 
     def _enter(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Let the layer before go and count what is here of this one; its directory words."""

@@ -228,6 +228,7 @@ def _assemble(
     experts = ArenaExperts(
         Channel.connect(context, spec.experts, NAME, arena_experts.ACCEPTS),
         regions.directory,
+        regions.arena,
         progress,
         views,
         tracer,

@@ -19,7 +19,7 @@ from expert_io.disk import ShardFiles
 from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError, ReadError
 from protocol.faults import Fault, FaultPlan
-from protocol.layouts import PAGE, Arena
+from protocol.layouts import PAGE, Arena, full_fence
 from protocol.lifecycle import run_child
 from protocol.messages import (
     LANE_NAMES,
@@ -105,6 +105,9 @@ class Reader:
             )
         self._reads += 1
         self._bytes += order.needed
+        # Compute, which waits, looks here itself: the message takes several wake-ups to reach it.
+        full_fence()
+        self._arena.landed[order.slot, order.piece] = order.generation
         self._orders.send(ReadDone(*who, (end - begin) / 1e9))
 
     def _read(self, order: ReadOrder) -> None:
@@ -113,6 +116,8 @@ class Reader:
             0 <= order.arena_offset < end <= len(self._memory)
             and 0 <= order.file < len(self._spec.files)
             and order.offset >= 0
+            and 0 <= order.slot < self._arena.slots
+            and 0 <= order.piece < self._arena.pieces
             and all(order.arena_offset <= at <= end for at in order.scales)
         ):
             raise ReadError(f"read order {order.order} points outside the arena or the files")

@@ -22,7 +22,8 @@ NO_SLOT = -1
 class Read:
     """One expert on its way. `todo` are pieces no reader has, `held` counts those that one has.
 
-    `lane` is its present priority, `origin` the lane it was begun in. `due` is the (step, layer) a
+    `lane` is its present priority, `origin` the lane it was begun in, `demanded` whether it has
+    ever been demanded, `demands` those that wait for it. `due` is the (step, layer) a
     prediction is for, `probability` how likely it is. `given_up`: its bytes are no longer wanted,
     or a piece failed with `failure`. `nbytes` have been read so far.
     """
@@ -39,6 +40,7 @@ class Read:
     nbytes: int = 0
     given_up: bool = False
     failure: str = ""
+    demanded: bool = False
     demands: set[int] = field(default_factory=set)
 
     @property

@@ -79,7 +79,8 @@ class Residency:
         self._guesses = LandedGuesses(scheduler.returns)
         self._spared = ChainMap[Key, Any](self._protected, self._guesses.expected)
         self.counts: defaultdict[str, float] = defaultdict(float)
-        directory.entry[:] = ABSENT
+        directory.entry[:] = directory.arriving[:] = ABSENT
+        directory.pieces[:] = slices.pieces()
         directory.place[:] = slices.places()
 
     # --- what compute says ------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Residency:
 
         The same demand again changes nothing and returns those that are resident by now.
         """
-        self._close_demands()
+        self._close_demands(now)
         if demand <= int(self._progress.words[Progress.DEMAND_DONE]):
             return []
         self._demand_due = False
@@ -118,6 +119,7 @@ class Residency:
     ) -> None:
         """Compute routed `layer` to `picks` and expects `predicted` (best first) at
         `predicted_layer`; both may be empty. Larger `scores` are likelier."""
+        self._close_demands(now)
         self._step = step
         routed = {(layer, expert) for expert in picks}
         absent = {key for key in routed if self._directory.entry[key] == ABSENT}
@@ -153,7 +155,7 @@ class Residency:
     def next_order(self, reader: int, now: float, *, urgent_only: bool = False) -> Order | None:
         """The most urgent piece that can be read now, as `reader`'s order."""
         self.slots.reclaim()
-        self._close_demands()
+        self._close_demands(now)
         for lane in (URGENT,) if urgent_only else (URGENT, PREDICTED, BACKGROUND):
             read = self._predicted(now) if lane == PREDICTED else self.queue.next_begun(lane)
             if read is None and lane != PREDICTED:
@@ -227,7 +229,9 @@ class Residency:
 
     # --- demands and picks ------------------------------------------------------------------------
 
-    def _close_demands(self) -> None:
+    def _close_demands(self, now: float) -> None:
+        """Demands that compute has used: it may have seen the last piece land before this did."""
+        waited = bool(self._waited_for)
         done = int(self._progress.words[Progress.DEMAND_DONE])
         for demand in [number for number in self._demands if number <= done]:
             closed = self._demands.pop(demand)
@@ -243,6 +247,8 @@ class Residency:
                         self._waited_for.discard(key)
                     if not read.demands and not read.begun:
                         self.queue.remove(read)
+        if waited and not self._waited_for:
+            self._scheduler.pace.landed(now)
 
     def _demand_one(self, demand: int, key: Key) -> bool:
         """Whether `key` is resident; otherwise it is now on its way urgently."""
@@ -254,11 +260,12 @@ class Residency:
         if read is None:
             read = self._queue_read(key, URGENT)
             self._scheduler.taken(key)
-        elif read.origin == PREDICTED and read.begun and not read.demands:
+        elif read.origin == PREDICTED and read.begun and not read.demanded:
             self.counts[counters.PREDICTED_LATE] += 1
         if not read.given_up:
             self.queue.promote(read)
         read.demands.add(demand)
+        read.demanded = True
         self._waited_for.add(key)
         return False
 
@@ -340,6 +347,7 @@ class Residency:
         if self.slots.free <= spare:
             return False
         self.queue.begin(read, *self.slots.take())
+        self._directory.arriving[read.key] = pack_entry(read.slot, read.generation)
         self.counts[READS_BY_LANE[lane]] += 1
         if lane == PREDICTED:
             self.counts[counters.PREDICTED_ISSUED] += 1
@@ -373,7 +381,9 @@ class Residency:
         self.queue.remove(read)
         self._waited_for.discard(read.key)
         if read.given_up:
-            self.slots.give_back(read.slot)
+            self._directory.arriving[read.key] = ABSENT
+            # Whole nevertheless where a reader died before it could say so: compute may read it.
+            self.slots.retire(read.slot)
             if read.failure:
                 outcome.failed = [(d, read.key[1], read.failure) for d in sorted(read.demands)]
             elif read.demands:
@@ -385,11 +395,14 @@ class Residency:
                 self.counts[counters.PREDICTED_WASTED_BYTES] += read.nbytes
             return outcome
         self._directory.entry[read.key] = pack_entry(read.slot, read.generation)
+        self._directory.arriving[read.key] = ABSENT
         self.policy.inserted(read.key)
         self._resident += 1
-        if read.origin == PREDICTED and not read.demands:
+        if read.origin == PREDICTED and not read.demanded:
             self._guesses.landed(read.key, read.due)
             self._landed_guesses += 1
+            if read.lane == URGENT:  # picked, and there before compute had to ask for it
+                self.counts[counters.PREDICTED_USED] += self._guesses.picked(read.key)
         outcome.landed = [(demand, read.key[1]) for demand in sorted(read.demands)]
         return outcome
 

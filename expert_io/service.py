@@ -248,6 +248,9 @@ class ExpertService:
             piece.needed,
             base + piece.slot_offset,
             [base + offset for pair in piece.scales for offset in pair],
+            read.slot,
+            piece.number,
+            read.generation,
             read.lane,
             *read.key,
         )
@@ -299,6 +302,10 @@ def _check_geometry(
     if arena.slot_bytes < slices.slot_bytes:
         raise HeadraceError(
             f"arena slots of {arena.slot_bytes} bytes, an expert needs {slices.slot_bytes}"
+        )
+    if arena.pieces < slices.most_pieces:
+        raise HeadraceError(
+            f"arena for {arena.pieces} pieces an expert, one is read in {slices.most_pieces}"
         )
 
 

@@ -27,7 +27,8 @@ BLOCK = 4096
 class Slice:
     """One read of an expert: `length` bytes at `offset` of file number `file` to `slot_offset` of
     its slot, all multiples of BLOCK except where `needed` says that the file may end earlier.
-    `scales` are (begin, end) offsets in the slot that hold e8m0 scales."""
+    `scales` are (begin, end) offsets in the slot that hold e8m0 scales; `number` counts an expert's
+    reads from 0."""
 
     file: int
     offset: int
@@ -35,6 +36,7 @@ class Slice:
     needed: int
     slot_offset: int
     scales: tuple[tuple[int, int], ...]
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,15 @@ class SliceMap:
         slot_bytes = max(e.nbytes for row in layers for e in row)
         return cls(tuple(numbers), tuple(layers), slot_bytes)
 
+    @property
+    def most_pieces(self) -> int:
+        """Reads of the expert with the most."""
+        return max(len(expert.pieces) for row in self.experts for expert in row)
+
+    def pieces(self) -> Words:
+        """How many reads every expert takes, int64 [layers, experts], for the directory."""
+        return np.array([[len(expert.pieces) for expert in row] for row in self.experts], np.int64)
+
     def places(self) -> Words:
         """`place` of every expert, int64 [layers, experts, 6], for the directory."""
         return np.array([[expert.place for expert in row] for row in self.experts], np.int64)
@@ -96,7 +107,7 @@ def _expert_slices(
             place[tensor.name] = position + tensor.offset - begin
             if tensor.dtype == "F8_E8M0":
                 scales.append((place[tensor.name], place[tensor.name] + tensor.nbytes))
-        pieces.extend(cut(numbers[run[0].path], begin, end, position, scales, piece))
+        pieces.extend(cut(numbers[run[0].path], begin, end, position, scales, piece, len(pieces)))
         position += align_up(end - begin, BLOCK)
     return ExpertSlices(tuple(pieces), tuple(place[tensor.name] for tensor in tensors), position)
 
@@ -115,11 +126,18 @@ def _runs(ordered: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
 
 
 def cut(
-    file: int, begin: int, end: int, position: int, scales: list[tuple[int, int]], piece: int
+    file: int,
+    begin: int,
+    end: int,
+    position: int,
+    scales: list[tuple[int, int]],
+    piece: int,
+    first: int = 0,
 ) -> list[Slice]:
-    """Cut the file range [begin, end) that goes to `position` of the slot."""
+    """Cut the file range [begin, end) that goes to `position` of the slot, numbered from
+    `first` on."""
     pieces = []
-    for offset in range(begin, end, piece):
+    for number, offset in enumerate(range(begin, end, piece), first):
         needed = min(piece, end - offset)
         at = position + offset - begin
         inside = [(max(low, at), min(high, at + needed)) for low, high in scales]
@@ -131,6 +149,7 @@ def cut(
                 needed,
                 at,
                 tuple(pair for pair in inside if pair[0] < pair[1]),
+                number,
             )
         )
     return pieces

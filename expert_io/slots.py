@@ -1,7 +1,7 @@
 """The arena's slots: free, given to a read, or waiting until compute is done with them.
 
-Reclaiming is RCU: whoever takes an expert out of the directory retires its slot here with compute's
-epoch of that moment, and the slot is free once the epoch has passed it.
+Reclaiming is RCU: whoever takes an expert out of the directory, resident or arriving, retires its
+slot here with compute's epoch of that moment, and the slot is free once the epoch has passed it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ class SlotPool:
         self._directory.generation[slot] += 1
         return slot, int(self._directory.generation[slot])
 
-    def give_back(self, slot: int) -> None:
-        """Return a slot that compute never saw in the directory."""
-        self._free.append(slot)
-
     def retire(self, slot: int) -> None:
-        """Return a slot whose directory entry was removed just before this call."""
+        """Return a slot of which the directory said something until just before this call."""
         full_fence()
         self._retired.append((slot, int(self._progress.words[Progress.EPOCH])))
 

@@ -112,7 +112,9 @@ class ProcessGroup:
         self._regions: Regions | None = None
         try:
             self._control = Channel.bind(self._context, self._runtime.endpoints.control, ACCEPTS)
-            self._regions = Regions.allocate(self.config, self.options, self.plan)
+            self._regions = Regions.allocate(
+                self.config, self.options, self.plan, slices.most_pieces
+            )
             self.facts["expert memory"] = _pages_of(self._regions.arena)
             self._wiring = Wiring(
                 self.config, self.options, self._runtime, self._regions, slices.files

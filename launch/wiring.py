@@ -35,9 +35,12 @@ class Regions:
     ring: EngramRing
 
     @classmethod
-    def allocate(cls, config: ModelConfig, options: GroupOptions, plan: MemoryPlan) -> Self:
-        """Raises ResourceError where memory does not suffice."""
-        arena = Arena.create(slots=plan.slots, slot_bytes=plan.slot_bytes)
+    def allocate(
+        cls, config: ModelConfig, options: GroupOptions, plan: MemoryPlan, pieces: int
+    ) -> Self:
+        """`pieces` is the most that an expert is read in. Raises ResourceError where memory does
+        not suffice."""
+        arena = Arena.create(slots=plan.slots, slot_bytes=plan.slot_bytes, pieces=pieces)
         if options.pin == "on":
             lock_memory(arena)
         return cls(

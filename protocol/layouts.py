@@ -4,9 +4,10 @@ A region is a memfd: it has no name, is passed by descriptor, and vanishes with 
 Its first page is a header with a magic number, a version, a kind and the geometry; whoever attaches
 checks all of it against the memory's real size before using it.
 
-Writers (one each): arena slots - the reader holding the slot's order; directory - the expert
-service; progress - compute; engram ring - the engram service. Words of 8 aligned bytes are written
-and read whole; a payload is complete before the word that publishes it is written.
+Writers (one each): a piece of an arena slot and its word - the reader holding the order for it;
+directory - the expert service; progress - compute; engram ring - the engram service. Words of 8
+aligned bytes are written and read whole; a payload is complete before the word that publishes it is
+written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import struct
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -28,7 +30,7 @@ from protocol.huge_pages import use_huge_pages
 
 PAGE = 4096
 MAGIC = b"HEADRACE"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _HEADER = struct.Struct("<8sII8q")
 
 Words = npt.NDArray[np.int64]
@@ -154,19 +156,27 @@ class SharedRegion(ABC):
 
 
 class Arena(SharedRegion):
-    """`slots` x `slot_bytes` of expert bytes. `data` is uint8 [slots, slot_bytes]."""
+    """`slots` x `slot_bytes` of expert bytes, each read in at most `pieces` pieces.
+
+    `data` is uint8 [slots, slot_bytes]. `landed` int64 [slots, pieces]: the slot's generation for
+    which a piece is complete, written by its reader after the piece's last byte.
+    """
 
     KIND = 1
-    GEOMETRY = ("slots", "slot_bytes")
+    GEOMETRY = ("slots", "slot_bytes", "pieces")
     slots: int
     slot_bytes: int
+    pieces: int
     data: Bytes
+    landed: Words
 
     def payload_bytes(self) -> int:
-        return self.slots * self.slot_bytes
+        return align_up(self.slots * self.slot_bytes, 8) + 8 * self.slots * self.pieces
 
     def _carve(self) -> None:
         self.data = self._array(0, (self.slots, self.slot_bytes), np.uint8)
+        offset = align_up(self.slots * self.slot_bytes, 8)
+        self.landed = self._array(offset, (self.slots, self.pieces), np.int64)
 
 
 ABSENT = -1
@@ -178,6 +188,9 @@ class Directory(SharedRegion):
     """Which slot holds an expert, and where its tensors begin in it. Written by the expert service.
 
     `entry` int64 [layers, experts]: ABSENT or `generation << 32 | slot`.
+    `arriving` int64 [layers, experts]: the same of an expert that is being read, else ABSENT.
+    `pieces` int64 [layers, experts]: how many pieces it is read in; fixed before the service says
+    Ready.
     `place` int64 [layers, experts, 6]: byte offsets inside the slot in the order of PLACES; fixed
     before the service says Ready.
     `generation` int64 [slots]: grows each time the slot is given to another read, before the first
@@ -190,17 +203,22 @@ class Directory(SharedRegion):
     experts: int
     slots: int
     entry: Words
+    arriving: Words
+    pieces: Words
     place: Words
     generation: Words
 
     def payload_bytes(self) -> int:
-        return 8 * (self.layers * self.experts * (1 + len(PLACES)) + self.slots)
+        return 8 * (self.layers * self.experts * (3 + len(PLACES)) + self.slots)
 
     def _carve(self) -> None:
-        experts = self.layers * self.experts
-        self.entry = self._array(0, (self.layers, self.experts), np.int64)
-        self.place = self._array(8 * experts, (self.layers, self.experts, len(PLACES)), np.int64)
-        offset = 8 * experts * (1 + len(PLACES))
+        shape = self.layers, self.experts
+        table = 8 * self.layers * self.experts
+        self.entry = self._array(0, shape, np.int64)
+        self.arriving = self._array(table, shape, np.int64)
+        self.pieces = self._array(2 * table, shape, np.int64)
+        self.place = self._array(3 * table, (*shape, len(PLACES)), np.int64)
+        offset = table * (3 + len(PLACES))
         self.generation = self._array(offset, (self.slots,), np.int64)
 
 
@@ -212,6 +230,27 @@ def pack_entry(slot: int, generation: int) -> int:
 def entry_slot(word: int) -> int:
     """The slot of a directory word that is not ABSENT."""
     return word & 0xFFFFFFFF
+
+
+def look_up(directory: Directory, arena: Arena, layer: int, experts: Sequence[int]) -> list[int]:
+    """Directory words of `experts`, ABSENT where one is not in its slot.
+
+    One whose readers have said of every piece that it is there counts as resident before the
+    service has heard of it. What the words point to may be read after this call.
+    """
+    words: list[int] = directory.entry[layer].take(experts).tolist()
+    if ABSENT in words:
+        arriving = directory.arriving[layer].take(experts).tolist()
+        for i, (expert, word) in enumerate(zip(experts, arriving, strict=True)):
+            if words[i] == ABSENT != word and _complete(directory, arena, layer, expert, word):
+                words[i] = word
+    full_fence()
+    return words
+
+
+def _complete(directory: Directory, arena: Arena, layer: int, expert: int, word: int) -> bool:
+    landed = arena.landed[entry_slot(word), : int(directory.pieces[layer, expert])]
+    return bool((landed == word >> 32).all())
 
 
 class Progress(SharedRegion):

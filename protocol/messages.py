@@ -279,7 +279,8 @@ class ReadOrder(Message):
 
     Offsets and length are aligned for O_DIRECT. The file may end inside the last block: at least
     `needed` bytes have to come. `scales` are (begin, end) pairs of arena offsets of this read that
-    hold e8m0 scales, where byte 255 (NaN) fails the read. `lane`, `layer`, `expert` are for traces.
+    hold e8m0 scales, where byte 255 (NaN) fails the read. Once the bytes are there, the word of
+    `piece` of `slot` becomes `generation`. `lane`, `layer`, `expert` are for traces.
     """
 
     order: int
@@ -289,6 +290,9 @@ class ReadOrder(Message):
     needed: int
     arena_offset: int
     scales: list[int]
+    slot: int
+    piece: int
+    generation: int
     lane: int
     layer: int
     expert: int

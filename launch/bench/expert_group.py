@@ -108,7 +108,10 @@ class ExpertGroup:
             undo.callback(self._runtime.remove)
             self.endpoints = self._runtime.endpoints
             self.arena = Arena.create(
-                slots=self._slots, slot_bytes=self.slices.slot_bytes, huge_pages=self.huge_pages
+                slots=self._slots,
+                slot_bytes=self.slices.slot_bytes,
+                pieces=self.slices.most_pieces,
+                huge_pages=self.huge_pages,
             )
             undo.callback(self.arena.close)
             self.directory = Directory.create(

@@ -34,6 +34,7 @@ def experts_of(group: ExpertGroup, device: torch.device) -> ArenaExperts:
     return ArenaExperts(
         group.compute,
         group.directory,
+        group.arena,
         ProgressPage(group.progress),
         slot_views(group.arena, group.config, device),
         Tracer("bench"),

@@ -1,7 +1,7 @@
 """`headrace bench ipc`: what a hit costs compute, and what the service adds to a miss.
 
-A hit is a look at the directory in shared memory. A miss is timed from the demand to the expert's
-appearance in the directory; what the reader itself took is subtracted. One reader, so that its
+A hit is a look at the directory in shared memory. A miss is timed from the demand until such a
+look finds the expert; what the reader itself took is subtracted. One reader, so that its
 reads of one expert follow each other and the handing over between them counts as overhead too. What
 is left is set against the two round trips that it takes at least (demand and order, done and
 landed) between processes that slept as long as a miss's read takes and do nothing else.
@@ -24,7 +24,7 @@ from launch.bench.expert_tier import experts_of
 from launch.bench.io import batched_by_layer
 from protocol import counters
 from protocol.errors import StallError
-from protocol.layouts import ABSENT
+from protocol.layouts import ABSENT, look_up
 
 
 def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any]:
@@ -77,17 +77,16 @@ def _time_miss(group: ExpertGroup, layer: int, expert: int) -> tuple[float, floa
         group.fetch(others_layer, others)
     group.bump_epoch()
     before = group.stats()[counters.READ_SECONDS]
-    entry = group.directory.entry
     begin = time.perf_counter()
     group.ask(layer, [expert])
-    while entry[layer, expert] == ABSENT:
+    while ABSENT in look_up(group.directory, group.arena, layer, [expert]):
         if time.perf_counter() > begin + TIMEOUT_S:
             raise StallError(f"layer {layer} expert {expert} did not come")
         group.raise_deaths()
         time.sleep(NAP_S)  # as compute waits
     total = time.perf_counter() - begin
-    for _ in group.compute.drain():
-        pass  # it has been seen
+    # The service counts the read's time once it has heard of it.
+    group.await_resident(layer, [expert])
     group.done_with(group.demands)
     read = group.stats()[counters.READ_SECONDS] - before
     return (total - read) * 1e6, read

@@ -89,9 +89,9 @@ def plain_slices(layers: int, experts: int, expert_bytes: int, piece_bytes: int)
     """Every expert as one range of bytes that begins at a block, cut as the service cuts it."""
     piece = align_up(piece_bytes, BLOCK)
     pieces = []
-    for at in range(0, expert_bytes, piece):
+    for number, at in enumerate(range(0, expert_bytes, piece)):
         needed = min(piece, expert_bytes - at)
-        pieces.append(Slice(0, at, align_up(needed, BLOCK), needed, at, ()))
+        pieces.append(Slice(0, at, align_up(needed, BLOCK), needed, at, (), number))
     expert = ExpertSlices(tuple(pieces), (0,) * 6, align_up(expert_bytes, BLOCK))
     row = (expert,) * experts
     return SliceMap((Path("experts"),), (row,) * layers, expert.nbytes)

@@ -11,7 +11,8 @@ from protocol.messages import BACKGROUND, PREDICTED, URGENT
 
 
 def read(key: Key, lane: int, pieces: int = 3) -> Read:
-    return Read(key, lane, deque(Slice(0, n * BLOCK, BLOCK, BLOCK, 0, ()) for n in range(pieces)))
+    slices = (Slice(0, n * BLOCK, BLOCK, BLOCK, 0, (), n) for n in range(pieces))
+    return Read(key, lane, deque(slices))
 
 
 def queued(*reads: Read, begin: bool = True) -> ReadQueue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol import counters
+from protocol.layouts import ABSENT, entry_slot
 from protocol.messages import BACKGROUND, PREDICTED, URGENT
 from tests.expert_io.small_world import PIECES, Chaos, SmallWorld
 
@@ -198,6 +199,8 @@ def test_a_failed_read_frees_its_slot_and_can_be_tried_again() -> None:
     assert order is not None
     outcome = world.fail("shard: EIO at 0")
     assert outcome.failed == [(1, 3, "shard: EIO at 0")]
+    world.bump_epoch()
+    world.residency.slots.reclaim()
     assert world.residency.slots.free == 4 and world.slot_of((0, 3)) is None
     world.done_with(1)
     world.residency.demand(2, 0, [3])
@@ -212,7 +215,7 @@ def test_a_failing_piece_waits_for_the_pieces_other_readers_still_write() -> Non
     assert world.residency.failed(first.number, 0, "EIO").failed == []
     assert world.residency.slots.free == 3, "reader 1 may still write there"
     assert world.residency.done(second.number, 1).failed == [(1, 3, "EIO")]
-    assert world.residency.slots.free == 4
+    assert world.residency.slots.coming == 4
 
 
 def test_a_dead_readers_orders_go_out_again_and_its_late_answers_are_ignored() -> None:
@@ -227,6 +230,69 @@ def test_a_dead_readers_orders_go_out_again_and_its_late_answers_are_ignored() -
     assert world.residency.done(again.number, 0).landed == [], "not this reader's order"
     world.finish(reader=1)
     assert world.read_all() == [(1, 3)]
+
+
+def test_an_expert_is_found_once_its_last_piece_is_there_and_before_the_service_hears_it() -> None:
+    world = SmallWorld()
+    world.residency.demand(1, 0, [3])
+    for reader in range(PIECES):
+        assert world.found(0)[3] == ABSENT
+        assert world.take_order(reader) is not None
+        world.read(reader)
+    word = world.found(0)[3]
+    assert word != ABSENT and world.slot_of((0, 3)) is None
+    world.done_with(1)
+    world.take_order()  # the service looks at compute's progress: nobody waits any more
+    for reader in range(PIECES):
+        assert world.finish(reader).landed == []
+    assert world.found(0)[3] == word and world.slot_of((0, 3)) == entry_slot(word)
+
+
+def test_pieces_of_an_earlier_read_do_not_make_a_later_one_whole() -> None:
+    world = SmallWorld(slots=1, reserve=0)
+    world.residency.demand(1, 0, [3])
+    world.read_all()
+    world.done_with(1)
+    world.residency.demand(2, 1, [4])
+    assert world.take_order() is None, "compute may still read the only slot"
+    world.bump_epoch()
+    assert world.take_order() is not None, "it takes the slot of the first"
+    assert world.found(1)[4] == ABSENT and world.found(0)[3] == ABSENT
+
+
+def test_a_read_given_up_keeps_its_slot_until_compute_has_let_go() -> None:
+    """Its last reader died after the last byte: compute may have found the expert."""
+    world = SmallWorld(slots=4)
+    world.hint(0, 0, [], 1, [5])
+    for _ in range(PIECES - 1):
+        world.take_order()
+        world.finish()
+    world.take_order()
+    world.read()
+    word = world.found(1)[5]
+    assert word != ABSENT
+    world.lose_reader(0)
+    world.hint(0, 1, [0], 2, [])
+    assert world.found(1)[5] == ABSENT
+    generation = int(world.directory.generation[entry_slot(word)])
+    assert generation == word >> 32 and world.residency.slots.free == 3
+    world.bump_epoch()
+    world.residency.slots.reclaim()
+    assert world.residency.slots.free == 4
+
+
+def test_a_guess_found_before_the_service_hears_of_it_was_used() -> None:
+    world = SmallWorld()
+    world.hint(0, 0, [], 1, [5])
+    for reader in range(PIECES):
+        world.take_order(reader)
+        world.read(reader)
+    assert world.found(1)[5] != ABSENT, "so that compute demands nothing"
+    world.hint(0, 1, [5], 2, [])
+    for reader in range(PIECES):
+        world.finish(reader)
+    assert world.residency.counts[counters.PREDICTED_USED] == 1
+    assert world.residency.counts[counters.PREDICTED_LATE] == 0
 
 
 def test_background_reads_use_only_free_slots_and_come_last() -> None:

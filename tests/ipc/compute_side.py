@@ -75,7 +75,7 @@ class ExpertRig:
     ) -> None:
         config = mini_config()
         self.stall_timeout, self.verify_slots, self.trace = stall_timeout, verify_slots, trace
-        self.arena = Arena.create(slots=slots, slot_bytes=expert_nbytes())
+        self.arena = Arena.create(slots=slots, slot_bytes=expert_nbytes(), pieces=1)
         self.directory = Directory.create(
             layers=config.num_hidden_layers, experts=config.n_routed_experts, slots=slots
         )
@@ -116,6 +116,7 @@ class ExpertRig:
         self.experts = ArenaExperts(
             self.channel,
             self.directory,
+            self.arena,
             self.page,
             slot_views(self.arena, mini_config(), CPU),
             self.tracer,

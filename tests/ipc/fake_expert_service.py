@@ -78,7 +78,7 @@ class FakeExpertService:
         for index, size in enumerate(sizes):
             self.directory.place[:, :, index] = offset
             offset += size
-        self.directory.entry[:] = ABSENT
+        self.directory.entry[:] = self.directory.arriving[:] = ABSENT
 
     def run(self) -> None:
         """Serve until killed, or until the test's process has ended."""

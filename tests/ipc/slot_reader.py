@@ -19,7 +19,16 @@ from pathlib import Path
 import zmq
 
 from protocol.config import ModelConfig
-from protocol.layouts import ABSENT, PLACES, Arena, Directory, Progress, entry_slot, full_fence
+from protocol.layouts import (
+    ABSENT,
+    PLACES,
+    Arena,
+    Directory,
+    Progress,
+    entry_slot,
+    full_fence,
+    look_up,
+)
 from protocol.messages import Demand, DemandFailed, Hint, Landed
 from protocol.shards import Shards
 from protocol.tensor_table import expert_tensor
@@ -79,14 +88,14 @@ class SlotReader:
             self.channel.send(Hint(step, layer, picks, ahead, guess, [1.0, 0.5]))
         self.let_go()
         waiting = dict.fromkeys(picks)
-        missing = [e for e in picks if self.directory.entry[layer, e] == ABSENT]
+        missing = [e for e in picks if self.look_up(layer, e) == ABSENT]
         self.figures["misses"] += len(missing)
         self.figures["hits"] += len(picks) - len(missing)
         if missing:
             self.ask(layer, missing)
         deadline = time.monotonic() + WAIT_S
         while waiting:
-            here = [e for e in waiting if self.directory.entry[layer, e] != ABSENT]
+            here = [e for e in waiting if self.look_up(layer, e) != ABSENT]
             for expert in here:
                 if self.read_slowly(layer, expert):
                     del waiting[expert]
@@ -117,6 +126,9 @@ class SlotReader:
             elif isinstance(message, DemandFailed):
                 sys.exit(message.reason)
 
+    def look_up(self, layer: int, expert: int) -> int:
+        return look_up(self.directory, self.arena, layer, [expert])[0]
+
     def let_go(self) -> None:
         full_fence()
         self.progress.words[Progress.EPOCH] += 1
@@ -124,7 +136,7 @@ class SlotReader:
 
     def read_slowly(self, layer: int, expert: int) -> bool:
         """False where it has been evicted since it was seen."""
-        word = int(self.directory.entry[layer, expert])
+        word = self.look_up(layer, expert)
         if word == ABSENT:
             return False
         slot = entry_slot(word)

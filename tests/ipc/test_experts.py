@@ -14,9 +14,10 @@ import pytest
 import zmq
 
 from launch.bench.expert_group import ExpertGroup
+from protocol import counters
 from protocol.config import ModelConfig
 from protocol.errors import ReadError
-from protocol.layouts import ABSENT, PLACES, entry_slot
+from protocol.layouts import ABSENT, PLACES, entry_slot, look_up
 from protocol.messages import Demand, DemandFailed, Landed, ReaderStuck
 from protocol.shards import Shards
 from protocol.tensor_table import expert_tensor
@@ -78,6 +79,27 @@ def test_a_resident_expert_is_announced_at_once_and_not_read_again() -> None:
             answer = group.compute.receive(5.0)
         assert answer is not None and answer[1] == Landed(number, [2, 1])
         assert group.stats()["read_bytes"] == read
+
+
+def test_a_reader_tells_compute_itself_that_an_expert_is_there() -> None:
+    faults = "delay:seconds=0.3"
+    with ExpertGroup(MINI, slots=SLOTS, readers=2, faults=faults) as group:
+        group.ask(3, [5])
+        await_count(group, counters.READS_URGENT, 1)
+        service = group.children["experts"].process
+        service.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while (word := look_up(group.directory, group.arena, 3, [5])[0]) == ABSENT:
+            assert time.monotonic() < deadline
+        assert group.directory.entry[3, 5] == ABSENT, "the service has not heard of it"
+        slot = group.arena.data[entry_slot(word)]
+        for place, data in zip(
+            group.directory.place[3, 5].tolist(), on_disk(group, 3, 5).values(), strict=True
+        ):
+            assert slot[place : place + len(data)].tobytes() == data
+        service.send_signal(signal.SIGCONT)
+        group.await_resident(3, [5])
+        assert group.directory.entry[3, 5] == word
 
 
 def test_predictions_are_read_without_being_demanded() -> None:

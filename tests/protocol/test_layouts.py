@@ -26,7 +26,7 @@ from protocol.layouts import (
 )
 
 REGIONS: list[tuple[type[SharedRegion], dict[str, int]]] = [
-    (Arena, {"slots": 5, "slot_bytes": 3 * PAGE}),
+    (Arena, {"slots": 5, "slot_bytes": 3 * PAGE, "pieces": 2}),
     (Directory, {"layers": 3, "experts": 7, "slots": 5}),
     (Progress, {"words_count": Progress.COUNT}),
     (EngramRing, {"blocks": 2, "layers": 2, "block_tokens": 3, "rows": 6, "head_dim": 64}),
@@ -134,8 +134,8 @@ def test_more_memory_than_the_system_gives_is_refused_with_the_number() -> None:
     # A limit of this process stands for the machine's: to exhaust that one would end others.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(ResourceError, match=f"{PAGE + (2 << 20)} bytes"):
-            Arena.create(slots=2, slot_bytes=1 << 20)
+        with pytest.raises(ResourceError, match=f"{2 * PAGE + (2 << 20)} bytes"):
+            Arena.create(slots=2, slot_bytes=1 << 20, pieces=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert set(os.listdir("/proc/self/fd")) == before
@@ -143,7 +143,7 @@ def test_more_memory_than_the_system_gives_is_refused_with_the_number() -> None:
 
 def test_a_view_outlives_the_region_and_nothing_outlives_the_view() -> None:
     before = set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
-    arena = Arena.create(slots=2, slot_bytes=PAGE)
+    arena = Arena.create(slots=2, slot_bytes=PAGE, pieces=1)
     held = arena.data[1]
     arena.close()
     held[...] = 3
@@ -153,7 +153,7 @@ def test_a_view_outlives_the_region_and_nothing_outlives_the_view() -> None:
 
 
 def test_a_descriptor_is_not_inherited_unless_passed() -> None:
-    arena = Arena.create(slots=1, slot_bytes=PAGE)
+    arena = Arena.create(slots=1, slot_bytes=PAGE, pieces=1)
     assert not os.get_inheritable(arena.fd)
     arena.close()
 
@@ -166,6 +166,6 @@ def test_a_directory_word_gives_back_its_slot(slot: int, generation: int) -> Non
 
 
 def test_the_header_is_what_the_other_builds_expect() -> None:
-    arena = Arena.create(slots=2, slot_bytes=PAGE)
-    assert os.pread(arena.fd, 32, 0) == struct.pack("<8sIIqq", MAGIC, 1, 1, 2, PAGE)
+    arena = Arena.create(slots=2, slot_bytes=PAGE, pieces=1)
+    assert os.pread(arena.fd, 32, 0) == struct.pack("<8sIIqq", MAGIC, 2, 1, 2, PAGE)
     arena.close()
