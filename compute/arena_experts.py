@@ -4,8 +4,9 @@ Owns compute's side of slot reclamation. Promises: a hit costs no message; what 
 while what is missing lands; a wait has an end and a name; an arena of any size suffices, since at
 most half as many experts as slots are demanded at once, and compute holds no slot while it waits.
 
-Shared memory is the truth and a message only wakes: an expert is here when the directory says so, or
-that it is arriving while its readers have marked every piece of it. An entry found after `ProgressPage.holds_no_slot` keeps its bytes until the next call of it.
+Shared memory is the truth and a message only wakes: an expert is here when the directory says so,
+or says that it is arriving and its readers have marked every piece of it. What is found after
+`ProgressPage.holds_no_slot` keeps its bytes until the next call of it.
 """
 
 from __future__ import annotations
