@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from expert_io.demands import OpenDemands
 from expert_io.landed_guesses import LandedGuesses
 from expert_io.policy import EvictionPolicy, Key
 from expert_io.reads import Order, Read, ReadQueue
@@ -35,12 +36,6 @@ class Outcome:
 
     landed: list[tuple[int, int]] = field(default_factory=list)
     failed: list[tuple[int, int, str]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _OpenDemand:
-    layer: int
-    experts: tuple[int, ...]
 
 
 class Residency:
@@ -66,8 +61,7 @@ class Residency:
         self._predicted_in_flight = predicted_in_flight
         self.slots = SlotPool(directory, progress)
         self.queue = ReadQueue()
-        self._demands: dict[int, _OpenDemand] = {}
-        self._protected: dict[Key, int] = {}  # how many open demands name a key
+        self._demands = OpenDemands()
         self._resident = 0
         self._step = 0
         self._landed_guesses = 0  # since the reserve was last made whole
@@ -77,7 +71,7 @@ class Residency:
         self._demand_due = False
         self._waited_for: set[Key] = set()  # demanded and not here yet
         self._guesses = LandedGuesses(scheduler.returns)
-        self._spared = ChainMap[Key, Any](self._protected, self._guesses.expected)
+        self._spared = ChainMap[Key, Any](self._demands.protected, self._guesses.expected)
         self.counts: defaultdict[str, float] = defaultdict(float)
         directory.entry[:] = directory.arriving[:] = ABSENT
         directory.pieces[:] = slices.pieces()
@@ -96,10 +90,7 @@ class Residency:
         if demand <= int(self._progress.words[Progress.DEMAND_DONE]):
             return []
         self._demand_due = False
-        if demand not in self._demands:
-            self._demands[demand] = _OpenDemand(layer, tuple(experts))
-            for expert in experts:
-                self._protected[layer, expert] = self._protected.get((layer, expert), 0) + 1
+        self._demands.open(demand, [(layer, expert) for expert in experts])
         # The layer's other predictions may be picks too: its hint, which names all picks, decides.
         self._cancel_predictions(lambda read: read.due < (self._step, layer))
         here = [expert for expert in experts if self._demand_one(demand, (layer, expert))]
@@ -141,7 +132,7 @@ class Residency:
     def pin(self, keys: Sequence[Key]) -> None:
         """Read `keys` when nothing else is to do, and never give them up."""
         for key in keys:
-            self._protected[key] = self._protected.get(key, 0) + 1
+            self._demands.pin(key)
         self.warm(keys)
 
     def warm(self, keys: Sequence[Key]) -> None:
@@ -233,20 +224,14 @@ class Residency:
         """Demands that compute has used: it may have seen the last piece land before this did."""
         waited = bool(self._waited_for)
         done = int(self._progress.words[Progress.DEMAND_DONE])
-        for demand in [number for number in self._demands if number <= done]:
-            closed = self._demands.pop(demand)
-            for expert in closed.experts:
-                key = (closed.layer, expert)
-                self._protected[key] -= 1
-                if not self._protected[key]:
-                    del self._protected[key]
-                read = self.queue.reads.get(key)
-                if read is not None:
-                    read.demands.discard(demand)
-                    if not read.demands:
-                        self._waited_for.discard(key)
-                    if not read.demands and not read.begun:
-                        self.queue.remove(read)
+        for demand, key in self._demands.close(done):
+            read = self.queue.reads.get(key)
+            if read is not None:
+                read.demands.discard(demand)
+                if not read.demands:
+                    self._waited_for.discard(key)
+                if not read.demands and not read.begun:
+                    self.queue.remove(read)
         if waited and not self._waited_for:
             self._scheduler.pace.landed(now)
 
@@ -357,7 +342,8 @@ class Residency:
         """Evict until `coming` slots are free or will be, or nothing may be evicted."""
         while self.slots.coming < coming:
             # A guess that has landed stays until it is known whether it was right, if it can.
-            victim = self.policy.victim(self._spared) or self.policy.victim(self._protected)
+            spared, protected = self._spared, self._demands.protected
+            victim = self.policy.victim(spared) or self.policy.victim(protected)
             if victim is None:
                 return
             self._evict(victim)
