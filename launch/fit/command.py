@@ -26,7 +26,7 @@ RANK = click.IntRange(1, 65_536)
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=PATH)
 @click.option("--test", "tests", multiple=True, type=PATH, help="A trace to measure on only.")
 @click.option(
-    "--rank", type=RANK, default=32, show_default=True, help="Rank of what is added to a gate."
+    "--rank", type=RANK, default=16, show_default=True, help="Rank of what is added to a gate."
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--out", type=PATH, help=f"File to write.  [default: {PREDICTOR_NAME} in DIR]")
@@ -99,9 +99,9 @@ def fit_command(
 
 
 def _table(figures: dict[str, Any]) -> Table:
-    about = "of traces not fitted on" if figures["test_tokens"] else "of the last fifth"
+    about = "of traces not fitted on" if figures["test_tokens"] else "of what was kept for that"
     table = Table(title=f"Share of picks named, means over layers, {about}")
-    for name in ("predictor", "top k", "top 2k", "at p >= 0.6", "of those right"):
+    for name in ("predictor", "top k", "top 2k", "rare at p >= 0.6", "of those right"):
         table.add_column(name, justify="left" if name == "predictor" else "right")
     for row in figures["predictors"]:
         for who in ("own", "fitted"):

@@ -1,7 +1,11 @@
 """From recorded activations to the file of fitted gates, a layer at a time.
 
-Owns the split: the last fifth of the recorded tokens chooses the penalty and calibrates; nothing is
-fitted on it. Traces given for measuring are used for nothing else.
+Owns two choices. One block of tokens in five chooses the penalty and calibrates, and nothing is
+fitted on it; blocks, because one text's end would stand for all texts. And probabilities are
+calibrated on rare experts only: those that their token's layer has not picked for a while. Only
+what is absent from the cache is ever read ahead, and what is absent is what was not picked lately.
+Among all experts a score says more, because it also tells the ones in steady use from the others.
+Traces given for measuring are used for nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ from protocol.errors import ResourceError, UsageError
 from protocol.route_trace import MOE, SOURCES, InputsTrace, inputs_path
 
 KEPT_PART = 5
+BLOCK_TOKENS = 1024
+# An expert is rare for a token if none of so many tokens before it picked it.
+RARE_AFTER = 30
+# Where fewer rare experts are picked, as in a model without locality, calibrating is over all.
+LEAST_RARE_PICKS = 50
 DISTANCES = (1, 2, 3)
 # Fewer say nothing about a layer's experts.
 LEAST_TOKENS = 256
@@ -39,6 +48,20 @@ class Result:
     tensors: dict[str, torch.Tensor]
     own: Quality
     fitted: Quality
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """Of a layer, for T tokens: its gate's logits fp32 [T, E], its picks int64 [T, k], and bool
+    [T, E] whether an expert is rare."""
+
+    logits: torch.Tensor
+    picks: torch.Tensor
+    rare: torch.Tensor
+
+    def of(self, tokens: torch.Tensor) -> _Truth:
+        """That of a bool [T] of the tokens."""
+        return _Truth(self.logits[tokens], self.picks[tokens], self.rare[tokens])
 
 
 def open_inputs(traces: Sequence[Path], identity: str) -> list[InputsTrace]:
@@ -73,8 +96,8 @@ def learn(
         )
     results = []
     for layer, gate in enumerate(gates):
-        wanted = _moe_inputs(fitting, layer, device)
-        tested = _moe_inputs(measuring, layer, device)
+        truth = _truth(fitting, layer, gate, top_k, device)
+        tested = _truth(measuring, layer, gate, top_k, device)
         for source in SOURCES:
             for distance in DISTANCES:
                 seen = layer - distance + (source != MOE)
@@ -83,7 +106,7 @@ def learn(
                 x = _inputs(fitting, seen, source, device)
                 test = _inputs(measuring, seen, source, device)
                 result = _learn_one(
-                    (source, distance, layer), gate, top_k, (x, wanted), (test, tested), rank
+                    (source, distance, layer), gate, (x, truth), (test, tested), rank
                 )
                 results.append(result)
                 on_result(result)
@@ -134,42 +157,81 @@ def cost_us(gate: GateWeights, top_k: int) -> float:
     return statistics.median(times[TIMED // 10 :]) * 1e6
 
 
+def kept_tokens(tokens: int) -> torch.Tensor:
+    """bool [tokens]: what is kept for the penalty and the calibration, every fifth block."""
+    block = min(BLOCK_TOKENS, tokens // KEPT_PART)
+    return torch.arange(tokens) // block % KEPT_PART == KEPT_PART - 1
+
+
+def rare_experts(picks: torch.Tensor, experts: int) -> torch.Tensor:
+    """bool [T, experts]: picked by none of the `RARE_AFTER` tokens before, by one trace's `picks`
+    int64 [T, k]. Its first tokens have none: what was picked before them is not known."""
+    at = torch.arange(len(picks), device=picks.device).unsqueeze(1)
+    latest = torch.full((len(picks) + 1, experts), -1, device=picks.device)
+    latest[1:].scatter_(1, picks, at.expand_as(picks))
+    before = latest.cummax(0).values[:-1]
+    return at - before > RARE_AFTER
+
+
 def _learn_one(
     key: Key,
     gate: GateWeights,
-    top_k: int,
-    fitting: tuple[torch.Tensor, torch.Tensor],
-    measuring: tuple[torch.Tensor, torch.Tensor],
+    fitting: tuple[torch.Tensor, _Truth],
+    measuring: tuple[torch.Tensor, _Truth],
     rank: int,
 ) -> Result:
-    x, wanted = fitting
-    logits = wanted @ gate.weight.float().T
-    picks = _picks(logits, gate, top_k)
-    kept = len(x) - len(x) // KEPT_PART
-    changes = fit_changes(x[:kept], logits[:kept], gate, min(rank, len(gate.bias)))
-    scored = [margins(x[kept:], change.applied(gate), top_k) for change in changes]
-    recalls = [quality(s, picks[kept:], 1.0, 0.0).recall_k for s in scored]
+    x, truth = fitting
+    top_k = truth.picks.shape[1]
+    kept = kept_tokens(len(x)).to(x.device)
+    changes = fit_changes(x[~kept], truth.logits[~kept], gate, min(rank, len(gate.bias)))
+    test, tested = x[kept], truth.of(kept)
+    scored = [margins(test, change.applied(gate), top_k) for change in changes]
+    recalls = [quality(s, tested.picks, tested.rare, 1.0, 0.0).recall_k for s in scored]
     best = max(range(len(changes)), key=recalls.__getitem__)
-    chosen, of_kept = changes[best], picks[kept:]
-    fitted_calibration = _calibrated(scored[best], of_kept)
-    own_calibration = _calibrated(margins(x[kept:], gate, top_k), of_kept)
+    chosen = changes[best]
+    fitted_calibration = calibrate_rare(scored[best], tested.picks, tested.rare)
+    own_calibration = calibrate_rare(margins(test, gate, top_k), tested.picks, tested.rare)
     if len(measuring[0]):
-        x, wanted, kept = *measuring, 0
-        picks = _picks(wanted @ gate.weight.float().T, gate, top_k)
-    test, truth = x[kept:], picks[kept:]
+        test, tested = measuring
+    fitted = margins(test, chosen.applied(gate), top_k)
     return Result(
         key,
         FittedGates.tensors(key, chosen.up, chosen.down, *fitted_calibration),
-        quality(margins(test, gate, top_k), truth, *own_calibration),
-        quality(margins(test, chosen.applied(gate), top_k), truth, *fitted_calibration),
+        quality(margins(test, gate, top_k), tested.picks, tested.rare, *own_calibration),
+        quality(fitted, tested.picks, tested.rare, *fitted_calibration),
     )
 
 
-def _calibrated(scores: torch.Tensor, picks: torch.Tensor) -> tuple[float, float]:
-    """Over the experts that would be named: twice top-k."""
-    picked = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, picks, True)
-    named = scores.topk(min(2 * picks.shape[1], scores.shape[1]), -1).indices
-    return calibrate(scores.gather(1, named), picked.gather(1, named))
+def calibrate_rare(
+    scores: torch.Tensor, picks: torch.Tensor, rare: torch.Tensor
+) -> tuple[float, float]:
+    """(slope, offset) of log-odds over the rare ones of the experts that would be named, twice
+    top-k; `scores` [T, E], `picks` int64 [T, k], `rare` bool [T, E]."""
+    picked = torch.zeros_like(rare).scatter_(1, picks, True)
+    named = torch.zeros_like(rare)
+    named.scatter_(1, scores.topk(min(2 * picks.shape[1], scores.shape[1]), -1).indices, True)
+    if (named & rare & picked).sum() >= LEAST_RARE_PICKS:
+        named &= rare
+    return calibrate(scores[named], picked[named])
+
+
+def _truth(
+    traces: Sequence[InputsTrace],
+    layer: int,
+    gate: GateWeights,
+    top_k: int,
+    device: torch.device,
+) -> _Truth:
+    experts = len(gate.bias)
+    logits = [x @ gate.weight.float().T for x in _traced(traces, layer, MOE, device)]
+    picks = [_picks(of_trace, gate, top_k) for of_trace in logits]
+    rare = [rare_experts(of_trace, experts) for of_trace in picks]
+    none = torch.empty(0, experts, device=device)
+    return _Truth(
+        torch.cat([none, *logits]),
+        torch.cat([none[:, :top_k].long(), *picks]),
+        torch.cat([none.bool(), *rare]),
+    )
 
 
 def _picks(logits: torch.Tensor, gate: GateWeights, top_k: int) -> torch.Tensor:
@@ -180,12 +242,16 @@ def _picks(logits: torch.Tensor, gate: GateWeights, top_k: int) -> torch.Tensor:
 def _inputs(
     traces: Sequence[InputsTrace], layer: int, source: str, device: torch.device
 ) -> torch.Tensor:
-    parts = [torch.from_numpy(trace.layer(layer)[source == MOE]) for trace in traces]
-    return torch.cat([torch.empty(0), *parts]).to(device).float() if parts else torch.empty(0)
+    return torch.cat([torch.empty(0, device=device), *_traced(traces, layer, source, device)])
 
 
-def _moe_inputs(traces: Sequence[InputsTrace], layer: int, device: torch.device) -> torch.Tensor:
-    return _inputs(traces, layer, MOE, device)
+def _traced(
+    traces: Sequence[InputsTrace], layer: int, source: str, device: torch.device
+) -> list[torch.Tensor]:
+    """fp32 [T, D] of each trace."""
+    return [
+        torch.from_numpy(trace.layer(layer)[source == MOE]).to(device).float() for trace in traces
+    ]
 
 
 def _mean(qualities: Sequence[Quality]) -> dict[str, float]:

@@ -83,8 +83,9 @@ def calibrate(scores: torch.Tensor, picked: torch.Tensor) -> tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Quality:
     """Shares of picks. `recall_k` and `recall_2k`: among the k or 2k experts named first;
-    precision at k is the same as recall. `sure`: named with a probability of `SURE` or more, and
-    `sure_right`, how many of those named so were picked (NaN where none was)."""
+    precision at k is the same as recall. `sure`: of picks of rare experts, how many were named with
+    a probability of `SURE` or more, and `sure_right`, how many rare ones named so were picked (NaN
+    where none was)."""
 
     recall_k: float
     recall_2k: float
@@ -95,16 +96,18 @@ class Quality:
 SURE = 0.6
 
 
-def quality(scores: torch.Tensor, picks: torch.Tensor, slope: float, offset: float) -> Quality:
-    """Of margins [T, E] against `picks` int64 [T, k]."""
+def quality(
+    scores: torch.Tensor, picks: torch.Tensor, rare: torch.Tensor, slope: float, offset: float
+) -> Quality:
+    """Of margins [T, E] against `picks` int64 [T, k]; bool [T, E] says which experts are `rare`."""
     k = picks.shape[1]
     picked = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, picks, True)
     order = scores.topk(min(2 * k, scores.shape[1]), -1).indices
     hits = picked.gather(1, order).float()
-    sure = torch.sigmoid(scores * slope + offset) >= SURE
+    sure = rare & (torch.sigmoid(scores * slope + offset) >= SURE)
     return Quality(
         float(hits[:, :k].sum() / picks.numel()),
         float(hits.sum() / picks.numel()),
-        float((sure & picked).sum() / picks.numel()),
+        float((sure & picked).sum() / (rare & picked).sum()),
         float((sure & picked).sum() / sure.sum()),
     )

@@ -15,6 +15,15 @@ from compute.predictor import FittedGates, predict
 from compute.process import fitted_gates
 from compute.weights import GateWeights, ModelWeights, load_gates
 from launch.cli import cli
+from launch.fit.learning import (
+    KEPT_PART,
+    LEAST_RARE_PICKS,
+    LEAST_TOKENS,
+    RARE_AFTER,
+    calibrate_rare,
+    kept_tokens,
+    rare_experts,
+)
 from launch.fit.regression import calibrate, fit_changes, margins, quality
 from protocol.config import ModelConfig
 from protocol.errors import CheckpointError
@@ -42,8 +51,9 @@ def test_a_gate_on_a_turned_input_is_found_and_noise_leaves_the_gate_as_it_is() 
     earlier, logits = later @ turn.T, later @ gate.weight.T
     picks = margins(later, gate, 3).topk(3).indices
     fitted = fit_changes(earlier[:400], logits[:400], gate, 16)[0].applied(gate)
-    own = quality(margins(earlier[400:], gate, 3), picks[400:], 1, 0)
-    moved = quality(margins(earlier[400:], fitted, 3), picks[400:], 1, 0)
+    every = torch.ones(TOKENS - 400, 16, dtype=torch.bool)
+    own = quality(margins(earlier[400:], gate, 3), picks[400:], every, 1, 0)
+    moved = quality(margins(earlier[400:], fitted, 3), picks[400:], every, 1, 0)
     assert own.recall_k < 0.5 and moved.recall_k > 0.98
     # On its own input a gate is right already, and nothing is added.
     change = fit_changes(later, logits, gate, 16)[0]
@@ -68,6 +78,49 @@ def test_probabilities_mean_what_they_say() -> None:
     assert abs(slope - 3) < 0.2 and abs(offset + 1) < 0.1
     # A clean split must not run away.
     assert all(np.isfinite(calibrate(scores, scores > 0)))
+
+
+def test_rare_is_what_none_of_the_last_tokens_picked() -> None:
+    picks = torch.zeros(100, 2, dtype=torch.int64)
+    picks[:, 1] = 1
+    picks[40, 1] = 2
+    rare = rare_experts(picks, 4)
+    # 0 is picked by all; 2 by one; 3 by none, and 1 by all but one.
+    assert not rare[:, :2].any()
+    known = torch.arange(100) >= RARE_AFTER
+    assert torch.equal(rare[:, 3], known), "what came before the trace is not known"
+    # Of the last token that counts a pick is seen, the one after it has forgotten.
+    at = torch.arange(100) - 40
+    assert torch.equal(rare[:, 2], known & ((at <= 0) | (at > RARE_AFTER)))
+
+
+def test_probabilities_are_those_of_rare_experts() -> None:
+    """Experts 0 to 3 take turns and are in steady use; of 4 to 7 each stays away for long, then
+    comes twice in a row. One score each, which foretells both, but the rare ones worse."""
+    random = torch.Generator().manual_seed(7)
+    tokens = 6000
+    picks = torch.stack([torch.arange(tokens) % 2, 2 + torch.arange(tokens) % 2], 1)
+    comes = torch.rand(tokens // 50, generator=random) < 0.5
+    first = torch.arange(len(comes)) * 50 + 49
+    picks[first[comes], 1] = 4 + torch.arange(int(comes.sum())) % 4
+    scores = torch.full((tokens, 8), -9.0).scatter_(1, picks, 1.0)
+    # Where none comes one is foretold all the same, as likely as the others.
+    scores[first[~comes], 4 + torch.arange(int((~comes).sum())) % 4] = 1.0
+    rare = rare_experts(picks, 8)
+    slope, offset = calibrate_rare(scores, picks, rare)
+    everywhere = calibrate_rare(scores, picks, torch.ones_like(rare))
+    assert torch.sigmoid(torch.tensor(slope + offset)) < 0.65
+    assert torch.sigmoid(torch.tensor(sum(everywhere))) > 0.95
+    # Of too few rare picks nothing is learnt.
+    few = rare & (rare & (scores > 0)).cumsum(0).le(LEAST_RARE_PICKS // 8)
+    assert calibrate_rare(scores, picks, few) == everywhere
+
+
+@pytest.mark.parametrize("tokens", [LEAST_TOKENS, 600, 1024 * KEPT_PART, 21_000])
+def test_a_fifth_is_kept_from_fitting_and_of_much_text_from_many_places(tokens: int) -> None:
+    kept = kept_tokens(tokens)
+    assert abs(int(kept.sum()) / tokens - 1 / KEPT_PART) < 0.06
+    assert kept[: len(kept) // 2].any() == (tokens > 10_000)
 
 
 @pytest.fixture(scope="module")
