@@ -124,6 +124,8 @@ def _usage_line(error: click.ClickException) -> str:
     said = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None) or click.get_current_context(silent=True)
     command = context.command_path if context is not None else "headrace"
+    if isinstance(error, click.NoSuchOption) and error.option_name == "--config":
+        said += "; it goes before the command, as in headrace --config FILE serve DIR"
     return f"{said[:1].lower()}{said[1:]}{_elsewhere(error)}; see {command} --help"
 
 

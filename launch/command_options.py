@@ -12,21 +12,28 @@ import click
 
 from expert_io.policies import POLICIES
 from launch.options import (
+    BOUNDS,
     CPU_CHUNK_TOKENS,
     GPU_CHUNK_TOKENS,
     Cache,
     GroupOptions,
     format_size,
 )
-from launch.ranges import BANDWIDTH, CACHE, INTEGER, NUMBER, PATH, SIZE
+from launch.ranges import CACHE, PATH, Finite, Integer, Size
 from launch.warm_options import EXPERTS
 from protocol.specs import GRAPHS
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GroupOptions)}
 
 
-def _option(*names: str, key: str, help: str, **extra: Any) -> Callable[[Any], Any]:
-    return click.option(*names, key, default=_DEFAULTS[key], show_default=True, help=help, **extra)
+def _option(
+    *names: str, key: str, help: str, kind: Callable[..., Any] | None = None, **extra: Any
+) -> Callable[[Any], Any]:
+    """The option that sets field `key`; with `kind`, of what BOUNDS says that it may hold."""
+    if kind is not None:
+        extra["type"] = kind(*BOUNDS[key])
+    extra = {"default": _DEFAULTS[key], "show_default": True, **extra}
+    return click.option(*names, key, help=help, **extra)
 
 
 _OPTIONS = (
@@ -36,24 +43,27 @@ _OPTIONS = (
         metavar="SIZE",
         help="Memory for experts: 64GiB, or 25% of all experts.  [default: what memory allows]",
     ),
-    click.option(
-        "--slots", type=INTEGER, help="The same as a number of experts; wins over --cache."
+    _option(
+        "--slots",
+        key="slots",
+        kind=Integer,
+        help="The same as a number of experts; wins over --cache.",
     ),
     _option("--device", key="device", help="cpu, cuda, or auto: the GPU if there is one."),
-    _option("--readers", key="readers", type=INTEGER, help="Reader processes."),
+    _option("--readers", key="readers", kind=Integer, help="Reader processes."),
     _option(
         "--prefetch",
         key="predicted_in_flight",
-        type=INTEGER,
+        kind=Integer,
         metavar="N",
         help="Predicted experts being read at once; 0 turns prefetch off.",
     ),
     _option(
         "--predict-ahead",
         key="predict_ahead",
-        type=INTEGER,
+        kind=Integer,
         metavar="LAYERS",
-        help="How many layers ahead experts are predicted, 1 to 3: farther pays on slow disks.",
+        help="How many layers ahead experts are predicted: farther pays on slow disks.",
     ),
     _option(
         "--predict-early/--no-predict-early",
@@ -75,14 +85,15 @@ _OPTIONS = (
         metavar="LIST",
         help="Experts that stay in the cache: 3:17,5:0-7 for one of layer 3, eight of layer 5.",
     ),
-    click.option(
+    _option(
         "--chunk-tokens",
-        type=INTEGER,
+        key="chunk_tokens",
+        kind=Integer,
         help="Prompt tokens computed in one pass, which reads each needed expert once.  [default: "
         f"{CPU_CHUNK_TOKENS}, on a GPU {GPU_CHUNK_TOKENS}]",
     ),
     _option(
-        "--max-context", key="max_context", type=INTEGER, help="Longest sequence, prompt included."
+        "--max-context", key="max_context", kind=Integer, help="Longest sequence, prompt included."
     ),
     _option(
         "--pin",
@@ -97,9 +108,10 @@ _OPTIONS = (
         help="How a GPU launches decode steps: one by one, captured a layer at a time, captured as "
         "one, or all ways and compared.",
     ),
-    click.option(
+    _option(
         "--device-cache",
-        type=SIZE,
+        key="device_cache",
+        kind=Size,
         metavar="SIZE",
         help="GPU memory for experts; 0 reads them where they lie.  [default: what is free]",
     ),
@@ -109,27 +121,26 @@ _OPTIONS = (
         type=PATH,
         help="Read experts from this copy that headrace pack made.",
     ),
-    _option("--threads", key="threads", type=INTEGER, help="torch threads on the CPU; 0: its own."),
+    _option("--threads", key="threads", kind=Integer, help="torch threads on the CPU; 0: its own."),
     _option(
-        "--start-timeout", key="start_timeout", type=NUMBER, help="Seconds the start may take."
+        "--start-timeout", key="start_timeout", kind=Finite, help="Seconds the start may take."
     ),
     _option(
         "--stall-timeout",
         key="stall_timeout",
-        type=NUMBER,
+        kind=Finite,
         help="Seconds compute waits for a byte before the request fails.",
     ),
     _option(
         "--silence-timeout",
         key="silence_timeout",
-        type=NUMBER,
+        kind=Finite,
         help="Seconds a process may give no sign of life before it is killed and all ends.",
     ),
-    click.option(
+    _option(
         "--keep",
-        "kept_bytes",
-        type=SIZE,
-        default=_DEFAULTS["kept_bytes"],
+        key="kept_bytes",
+        kind=Size,
         show_default=format_size(_DEFAULTS["kept_bytes"]),
         metavar="SIZE",
         help="Memory for sequence states that later requests continue from; 0 keeps none.",
@@ -156,11 +167,10 @@ _OPTIONS = (
         is_flag=True,
         help="For developers: check that no slot changes under compute.",
     ),
-    click.option(
+    _option(
         "--piece",
-        "piece_bytes",
-        type=SIZE,
-        default=_DEFAULTS["piece_bytes"],
+        key="piece_bytes",
+        kind=Size,
         show_default=format_size(_DEFAULTS["piece_bytes"]),
         metavar="SIZE",
         help="For developers: most bytes of one read, and so what an urgent one waits for.",
@@ -168,14 +178,14 @@ _OPTIONS = (
     _option(
         "--disk-bandwidth",
         key="disk_bandwidth",
-        type=BANDWIDTH,
+        kind=Size,
         metavar="BYTES/S",
         help="For developers: slow the disk down to this.",
     ),
     _option(
         "--disk-latency",
         key="disk_latency",
-        type=NUMBER,
+        kind=Finite,
         metavar="SECONDS",
         help="For developers: add this to every read.",
     ),

@@ -19,6 +19,30 @@ from protocol.specs import GRAPHS
 GIB = 1 << 30
 CPU_CHUNK_TOKENS = 2048
 GPU_CHUNK_TOKENS = 8192
+# What a field may hold, the least and the most.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "readers": (1, 256),
+    "piece_bytes": (4096, GIB),
+    "predict_ahead": (1, 3),
+    "predicted_in_flight": (0, 1024),
+    "engram_reads": (1, 4096),
+    "chunk_tokens": (1, 1 << 16),
+    "max_context": (1, 1 << 40),
+    "kept_bytes": (0, 1 << 60),
+    "snapshot_bytes": (0, 1 << 60),
+    "threads": (0, 1024),
+    "seed": (0, (1 << 63) - 1),
+    # The shortest wait that a start or a byte could ever take, and a year.
+    "start_timeout": (0.001, 3e7),
+    "stall_timeout": (0.001, 3e7),
+    "order_timeout": (0.001, 3e7),
+    "silence_timeout": (0.1, 3e7),
+    "slots": (0, 1 << 40),
+    "cache_bytes": (0, 1 << 60),
+    "device_cache": (0, 1 << 60),
+    "disk_bandwidth": (0, 10**15),
+    "disk_latency": (0, 3600),
+}
 # Options that are not written like the field they set.
 _SPELLINGS = {"predicted_in_flight": "prefetch", "kept_bytes": "keep"}
 
@@ -82,29 +106,7 @@ class GroupOptions:
     engram_faults: str = ""
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("readers", 1, 256),
-            ("piece_bytes", 4096, GIB),
-            ("predict_ahead", 1, 3),
-            ("predicted_in_flight", 0, 1024),
-            ("engram_reads", 1, 4096),
-            ("chunk_tokens", 1, 1 << 16),
-            ("max_context", 1, 1 << 40),
-            ("kept_bytes", 0, 1 << 60),
-            ("snapshot_bytes", 0, 1 << 60),
-            ("threads", 0, 1024),
-            ("seed", 0, (1 << 63) - 1),
-            # The shortest wait that a start or a byte could ever take, and a year.
-            ("start_timeout", 0.001, 3e7),
-            ("stall_timeout", 0.001, 3e7),
-            ("order_timeout", 0.001, 3e7),
-            ("silence_timeout", 0.1, 3e7),
-            ("slots", 0, 1 << 40),
-            ("cache_bytes", 0, 1 << 60),
-            ("device_cache", 0, 1 << 60),
-            ("disk_bandwidth", 0, 10**15),
-            ("disk_latency", 0, 3600),
-        ):
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             # Written so that it is false for a value that is no number at all.
             if value is not None and not least <= value <= most:

@@ -14,14 +14,7 @@ from launch.options import GIB, Cache, parse_cache, parse_size
 from protocol.errors import UsageError
 
 
-class _Range(click.types._NumberRangeBase):  # type: ignore[type-arg]  # as Size
-    """Without bounds, click describes a range as one up to None."""
-
-    def _describe_range(self) -> str:
-        return "" if self.min is None and self.max is None else super()._describe_range()
-
-
-class Integer(_Range, click.IntRange):
+class Integer(click.IntRange):
     """In the digits 0 to 9: int() takes other alphabets' and underscores, too."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -31,7 +24,7 @@ class Integer(_Range, click.IntRange):
         return number
 
 
-class _Finite(_Range, click.FloatRange):
+class Finite(click.FloatRange):
     """A range by itself lets NaN pass, of which no comparison holds."""
 
     def convert(
@@ -61,7 +54,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # older releases are not
 
     name = "size"
 
-    def __init__(self, least: int, most: int) -> None:
+    def __init__(self, least: float, most: float) -> None:
         self._least = least
         self._most = most
 
@@ -89,7 +82,6 @@ class CacheSize(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
-INTEGER = Integer()
 COUNT = Integer(1, 1 << 40)
 TOP_K = Integer(0, 1 << 31)
 SEED = Integer(-(1 << 63), (1 << 63) - 1)
@@ -99,15 +91,12 @@ THREADS = Integer(1, 1024)
 ROUNDS = Integer(1, 1_000_000)
 PATH = _NamedPath(path_type=Path)
 PIECE = Size(4096, GIB)
-SIZE = Size(0, 1 << 60)
 RATE = Size(1, 10**15)  # bytes a second
-BANDWIDTH = Size(0, 10**15)  # or 0: as it is
 CACHE = CacheSize()
-NUMBER = _Finite()
-TEMPERATURE = _Finite(min=0.0)
-TOP_P = _Finite(0.0, 1.0, min_open=True)
-MIN_P = _Finite(0.0, 1.0)
-SHARE = _Finite(0.0, 1.0)
-SECONDS = _Finite(0.0, 3600.0)
-MILLISECONDS = _Finite(0.0, 3.6e6)
-MICROSECONDS = _Finite(0.0, 3.6e9)
+TEMPERATURE = Finite(min=0.0)
+TOP_P = Finite(0.0, 1.0, min_open=True)
+MIN_P = Finite(0.0, 1.0)
+SHARE = Finite(0.0, 1.0)
+SECONDS = Finite(0.0, 3600.0)
+MILLISECONDS = Finite(0.0, 3.6e6)
+MICROSECONDS = Finite(0.0, 3.6e9)

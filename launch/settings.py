@@ -8,6 +8,7 @@ the DIR argument is `checkpoint` and HEADRACE_CHECKPOINT.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import json
@@ -202,7 +203,7 @@ def _suggest(name: str, known: Any) -> str:
 def options_command(
     context: click.Context, command: str, arguments: tuple[str, ...], as_json: bool
 ) -> None:
-    """Every option of COMMAND with its value and where that comes from.
+    """Every option of COMMAND, or of serve, with its value and where that comes from.
 
     Further ARGUMENTS are those the command would get.
 
@@ -213,10 +214,13 @@ def options_command(
     root = context.find_root()
     settings, group = root.obj, root.command
     assert isinstance(settings, Settings) and isinstance(group, click.Group)
+    if command.startswith("-"):
+        command, arguments = "serve", (command, *arguments)
     chosen = dict(walk(group)).get(command)
     if chosen is None:
         raise UsageError(f"there is no command {command!r}{_suggest(command, dict(walk(group)))}")
-    inner = click.Context(chosen, parent=root, info_name=command, resilient_parsing=True)
+    chosen = _with_nothing_required(chosen)
+    inner = click.Context(chosen, parent=root, info_name=command)
     inner.default_map = settings.values(command, chosen)
     chosen.parse_args(inner, list(arguments))
     rows = [
@@ -240,6 +244,15 @@ def options_command(
     Console().print(table)
     file = settings.path or f"{user_file(os.environ)} (not there)"
     click.echo(f"\nfile: {file}")
+
+
+def _with_nothing_required(command: click.Command) -> click.Command:
+    """`command`, which refuses what it always does, but for a value that is missing."""
+    lenient = copy.copy(command)
+    lenient.params = [copy.copy(parameter) for parameter in command.params]
+    for parameter in lenient.params:
+        parameter.required = False
+    return lenient
 
 
 def _shown(parameter: click.Parameter, value: Any) -> Any:

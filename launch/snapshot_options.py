@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from launch.options import GIB
-from launch.ranges import PATH, SIZE
+from launch.options import BOUNDS, GIB
+from launch.ranges import PATH, Size
 
 
 def default_snapshot_dir() -> Path:
@@ -23,7 +23,7 @@ def with_snapshot_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--snapshot-dir` and `--snapshot-bytes`, which become part of GroupOptions."""
     function = click.option(
         "--snapshot-bytes",
-        type=SIZE,
+        type=Size(*BOUNDS["snapshot_bytes"]),
         default=f"{4 * GIB}",
         show_default="4GiB",
         metavar="SIZE",

@@ -11,7 +11,7 @@ from launch.command_options import with_group_options
 from launch.foreground import console, run_foreground, running_group
 from launch.group import ProcessGroup
 from launch.options import GroupOptions
-from launch.ranges import INTEGER, SIZE
+from launch.ranges import Integer, Size
 from launch.server.options import ServerOptions
 from launch.snapshot_options import with_snapshot_options
 from launch.warm_options import with_warm_options
@@ -23,17 +23,23 @@ WATCH_S = 0.25
 @with_group_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", type=INTEGER, default=8000, show_default=True, help="Port; 0 takes a free one."
+    "--port",
+    type=Integer(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port; 0 takes a free one.",
 )
 @click.option(
     "--api-key",
     default="",
     help="Key that clients have to send. Better in HEADRACE_API_KEY: others see command lines.",
 )
-@click.option("--queue", type=INTEGER, default=8, show_default=True, help="Requests that may wait.")
+@click.option(
+    "--queue", type=Integer(0, 10_000), default=8, show_default=True, help="Requests that may wait."
+)
 @click.option(
     "--max-body",
-    type=SIZE,
+    type=Size(1024, 1 << 40),
     default="16MiB",
     show_default=True,
     metavar="SIZE",
@@ -41,7 +47,7 @@ WATCH_S = 0.25
 )
 @click.option(
     "--max-connections",
-    type=INTEGER,
+    type=Integer(1, 10_000),
     default=256,
     show_default=True,
     help="Connections open at one time.",

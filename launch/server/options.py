@@ -23,12 +23,6 @@ class ServerOptions:
     model_name: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port is {self.port}, expected 0 to 65535")
-        for name, least in (("queue", 0), ("max_body", 1024), ("max_connections", 1)):
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} is {getattr(self, name)}, expected at least {least}")
         if not self.loopback and not self.api_key:
             raise UsageError(
                 f"--host {self.host} lets other machines in, so it needs an API key; set "

@@ -254,7 +254,7 @@ def test_no_such_directory(tmp_path: Path, checkpoint: Path, place: str) -> None
         (("--prompt", "a", "--prompt-file", "b"), "exclude each other"),
         ((*PROMPT, "--json", "/nowhere/figures"), "/nowhere/figures: cannot be written"),
         ((*PROMPT, "--trace", "/nowhere/trace"), "/nowhere/trace: cannot be written"),
-        ((*PROMPT, "--readers", "0"), "--readers is 0, expected at least 1"),
+        ((*PROMPT, "--readers", "0"), "0 is not in the range 1<=x<=256"),
         ((*PROMPT, "--cache", "lots"), "'lots' is not a size"),
     ],
 )

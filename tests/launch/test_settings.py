@@ -101,8 +101,9 @@ def test_a_value_that_the_file_alone_can_have_is_refused(
     path = tmp_path / "x.toml"
     path.write_text(text)
     directory = [] if "checkpoint" in text else ["/nope"]
-    result = options("--config", str(path), "serve", *directory)
-    assert result.exit_code == 2 and says in result.output
+    for command in (("serve", *directory), ("options",)):
+        result = options("--config", str(path), *command)
+        assert result.exit_code == 2 and says in result.output
 
 
 def test_what_is_repeatable_may_be_one_value_or_a_list(tmp_path: Path) -> None:
@@ -164,6 +165,22 @@ def test_the_users_own_file_is_found(tmp_path: Path) -> None:
 def test_an_api_key_is_not_printed() -> None:
     result = options("options", "serve", HEADRACE_API_KEY="secret")
     assert "secret" not in result.output and "(set)" in result.output
+
+
+def test_options_are_those_of_serve_where_no_command_is_named() -> None:
+    found = origins(options("options", "--queue", "6", "--json"))
+    assert found["queue"] == ("6", "command line")
+
+
+def test_showing_options_leaves_a_command_without_its_demands() -> None:
+    assert options("options", "check").exit_code == 0
+    assert "Missing argument 'DIR'" in options("check").output
+
+
+def test_help_says_what_an_option_may_be() -> None:
+    shown = " ".join(options("serve", "--help").output.split())
+    for range_ in ("4; 1<=x<=256]", "60.0; 0.001<=x<=30000000.0]", "8000; 0<=x<=65535]"):
+        assert range_ in shown
 
 
 def test_an_unknown_command_is_named() -> None:

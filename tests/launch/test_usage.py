@@ -58,7 +58,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         ("serve DIR --pin-experts 3", "'--pin-experts': '3' is not LAYER:EXPERT or LAYER:FIRST"),
         (f"serve DIR --keep {'9' * 200}", f"'--keep': '{'9' * 80}…'"),
         (f"serve DIR --queue {'9' * 5000}", f"'--queue': '{'9' * 80}…'"),
-        ("serve DIR --slots -1", "--slots is -1, expected at least 0"),
+        ("serve DIR --slots -1", "-1 is not in the range 0<=x<="),
+        ("generate DIR --readers 0", "0 is not in the range 1<=x<=256"),
+        ("serve DIR --port 70000", "70000 is not in the range 0<=x<=65535"),
+        ("serve DIR --config F", "as in headrace --config FILE serve DIR; see headrace serve"),
+        ("options --config F", "as in headrace --config FILE serve DIR; see headrace serve"),
+        ("options --queue 2.5", "'--queue': '2.5' is not a valid integer; see headrace serve"),
         ("generate DIR --device-cache 9999999TiB", "'--device-cache': 9999999TiB is not from 0 to"),
         ("bench io DIR --readers 0", "0 is not in the range 1<=x<=256"),
         ("bench io DIR --piece 0", "0 is not from 4096 to 1073741824 bytes"),
@@ -101,18 +106,18 @@ def test_a_limit_that_is_checked_later_is_looked_for_there_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     file = tmp_path / "headrace.toml"
-    file.write_text("port = 70000\ncache = '5'")
-    monkeypatch.setenv("HEADRACE_MAX_BODY", "0")
+    file.write_text("device = 'tpu'\ncache = '5'")
 
     def said(*words: str) -> str:
         return refused(*words)[1].strip()
 
-    environment = "; --max-body is from environment HEADRACE_MAX_BODY"
-    assert said("serve", "DIR") == f"headrace: --max-body is 0, expected at least 1024{environment}"
+    environment = "; --host is from environment HEADRACE_HOST"
+    monkeypatch.setenv("HEADRACE_HOST", "0.0.0.0")
+    assert said("serve", "DIR").endswith(environment)
     config = ("--config", str(file))
-    assert said(*config, "serve", "DIR").endswith(f"to 65535; --port is from file {file}")
-    assert said(*config, "serve", "DIR", "--port", "70001").endswith("expected 0 to 65535")
-    assert said(*config, "generate", str(MINI), "--prompt-ids", "3").endswith(
+    assert said(*config, "serve", "DIR").endswith(f"of many; --device is from file {file}")
+    assert said(*config, "serve", "DIR", "--device", "x").endswith("cuda:N for one of many")
+    assert said(*config, "generate", str(MINI), "--prompt-ids", "3", "--device", "cpu").endswith(
         f"; --cache is from file {file}"
     )
 
