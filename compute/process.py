@@ -277,13 +277,15 @@ def _assemble(
         lambda: experts.counts | engram.counts | (decoding.experts.counts if decoding else {}),
         interruption,
     )
+    threads = torch.get_num_threads()
+    by_kernels = decoding is not None and decoding.decoder is not None
     facts = {
         "sequence states": f"{len(store)} kept on disk" if store is not None else "in memory only",
-        "device": f"{device}, {torch.get_num_threads()} threads",
+        "device": f"{device}, {threads} thread{'s' if threads > 1 else ''}",
         "products": str(product_dtype(device)).removeprefix("torch."),
         "dense weights": f"{weights.nbytes} bytes",
         "experts": views.way if decoding is None else f"{views.way}; {decoding.way}",
-        "decode": "torch operations" if decoding is None else f"kernels, graphs {spec.graphs}",
+        "decode": f"kernels, graphs {spec.graphs}" if by_kernels else "torch operations",
         "prediction": "fitted gates" if fitted.gates else "the next layer's own gate",
         "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
     }
