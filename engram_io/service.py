@@ -61,11 +61,11 @@ class EngramService:
         self._newest: dict[int, int] = {}
         # Written by the reading thread alone.
         self._failures = 0
-        self._report("engram: checkpoint headers", 0.0)
+        self._report("checkpoint headers", 0.0)
         directory = Path(spec.checkpoint)
         config = ModelConfig.load(directory)
         shards = Shards.open(directory, config)
-        self._report("engram: token map", 0.3)
+        self._report("token map", 0.3)
         token_map = TokenMap.load(directory, config)
         self.lookup = EngramLookup(
             config,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Awaitable
@@ -165,6 +166,6 @@ def parse_effort(text: str) -> int | None:
         return None
     if text in EFFORTS or text == "on":
         return EFFORTS.get(text, DEFAULT_EFFORT)
-    if text.isdecimal() and 1 <= int(text) <= 100:
+    if re.fullmatch(r"[0-9]{1,3}", text) and 1 <= int(text) <= 100:
         return int(text)
     raise UsageError(f"{text!r}: expected off, {', '.join(EFFORTS)}, or a number from 1 to 100")

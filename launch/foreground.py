@@ -18,6 +18,7 @@ from types import FrameType
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from tokenizers import Tokenizer
 
 from launch.group import ProcessGroup
 from launch.options import GroupOptions, format_size
@@ -97,9 +98,12 @@ def run_foreground(main: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def running_group(options: GroupOptions) -> AsyncIterator[ProcessGroup]:
-    """A started group, with its start shown as it goes; stopped at the end, whatever happens."""
-    group = ProcessGroup(options, show_line)
+async def running_group(
+    options: GroupOptions, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[ProcessGroup]:
+    """A started group, with its start shown as it goes; stopped at the end, whatever happens.
+    `tokenizer` is the checkpoint's, where it has been read already."""
+    group = ProcessGroup(options, show_line, tokenizer)
     begin = time.monotonic()
     with console.status("starting") as status:
         spoken: set[tuple[str, str]] = set()

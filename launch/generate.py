@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,18 +88,20 @@ def generate_command(
     for path in (group.trace, group.route_trace, json_file):
         _check_writable(path)
     config = ModelConfig.load(group.checkpoint)
+    tokenizer = None
     if prompt_ids is not None:
         ids = _parse_ids(prompt_ids)
     else:
         encode = chat_prompt if chat else raw_prompt
         text = _prompt_text(prompt, prompt_file)
-        ids = encode(load_tokenizer(group.checkpoint, config), config, text)
+        tokenizer = load_tokenizer(group.checkpoint, config)
+        ids = encode(tokenizer, config, text)
     check_prompt(ids, config, group.max_context)
     request["stop"] = tuple(request["stop"])
     options = GenerateOptions(ids, seed=sampling_seed, **request)
 
     async def main() -> None:
-        async with running_group(group) as running:
+        async with running_group(group, tokenizer) as running:
             await _generate(running, options, json_file)
 
     run_foreground(main)
@@ -175,10 +178,10 @@ def _standard_input() -> str:
 
 
 def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UsageError(f"--prompt-ids {text!r}: expected numbers separated by commas") from None
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(re.fullmatch("-?[0-9]{1,20}", part) for part in parts):
+        raise UsageError(f"--prompt-ids {text!r}: expected numbers separated by commas")
+    return [int(part) for part in parts]
 
 
 def _check_writable(path: Path | None) -> None:

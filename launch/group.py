@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import zmq
+from tokenizers import Tokenizer
 
 from engram_io.token_map import load_tokenizer
 from expert_io.packed import expert_slices
@@ -76,13 +77,17 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, options: GroupOptions, on_line: Callable[[str, str], None] = lambda name, line: None
+        self,
+        options: GroupOptions,
+        on_line: Callable[[str, str], None] = lambda name, line: None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """`on_line(process, line)` gets what children write to stderr, from another thread."""
+        """`on_line(process, line)` gets what children write to stderr, from another thread;
+        `tokenizer` is the checkpoint's, where it has been read already."""
         self.options = options
         self.config = ModelConfig.load(options.checkpoint)
         self.shards = Shards.open(options.checkpoint, self.config)
-        self.tokenizer = load_tokenizer(options.checkpoint, self.config)
+        self.tokenizer = tokenizer or load_tokenizer(options.checkpoint, self.config)
         self.facts: dict[str, str] = {}
         self.failure: HeadraceError | None = None
         self._on_line = on_line

@@ -249,6 +249,7 @@ def test_no_such_directory(tmp_path: Path, checkpoint: Path, place: str) -> None
         ),
         (("--prompt-ids", "0,512"), "token id 512 is outside the vocabulary of 512"),
         (("--prompt-ids", "0,-1"), "token id -1 is outside the vocabulary of 512"),
+        (("--prompt-ids", "0,٣"), "expected numbers separated by commas"),
         (("--prompt-ids", "0,x"), "expected numbers separated by commas"),
         (("--prompt-file", "/nowhere/prompt"), "/nowhere/prompt: cannot be read"),
         (("--prompt", "a", "--prompt-file", "b"), "exclude each other"),

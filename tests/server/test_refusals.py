@@ -321,7 +321,7 @@ async def test_a_dead_engine_is_a_503_with_its_reason() -> None:
 @in_loop
 async def test_a_count_in_a_query_that_is_no_number_is_an_internal_error() -> None:
     async with serving(FakeEngine()) as served:
-        for count in ("\u00b2", "9" * 5000, "-1", "x"):
+        for count in ("\u00b2", "\u0663", "9" * 5000, "-1", "x"):
             answer = await served.http.post("/trace", params={"tokens": count})
             assert answer.status_code == 400, count
             answer = await served.http.get("/stats", params={"history": count})
