@@ -316,7 +316,7 @@ class Residency:
         if not self._begin(read):
             self.queue.remove(read)
             return None
-        self._scheduler.taken(guess.key)
+        self._scheduler.begun(guess)
         return read
 
     def _begin(self, read: Read) -> bool:

@@ -14,7 +14,8 @@ picked, then with probability `m` the next layer misses, and its reads wait for 
 piece that lies after that layer's routing; and with probability `v` the expert that gave up its
 slot is wanted back, more often than the guess itself is used later. (If the guess is right, then
 both costs would have come anyway.) So a far layer is read for when a read takes longer than a
-layer, and nothing is begun just before a routing that will tell.
+layer, and nothing is begun just before a routing that will tell. What is too unlikely is not read,
+however idle the disk (`LeastProbability`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from expert_io.calibration import Calibration
+from expert_io.least_probability import LeastProbability
 from expert_io.policy import Key
 from expert_io.returns import Returns
 
 # Weight of the newest sample in every running mean.
 NEWEST = 0.1
-# A disk also has its heat, its wear and other users: what is hardly likelier right than wrong is
-# not read, however idle the disk. From here on 60 % of the reads come true even where little is
-# missing to learn from (docs/performance.md).
-LEAST_PROBABILITY = 0.55
 
 
 class Mean:
@@ -140,7 +138,9 @@ class ExpectedGain:
         self.pace = Pace()
         self.disk = DiskPace()
         self.returns = Returns()
+        self.least = LeastProbability()
         self._guesses: dict[Key, Guess] = {}
+        self._begun: dict[Key, tuple[int, int]] = {}
         self._said: dict[tuple[int, int], list[_Saying]] = {}
         self._calibrations: dict[tuple[int, int, int], Calibration] = {}
         self._misses = Mean(1.0)
@@ -177,6 +177,9 @@ class ExpectedGain:
             for saying in self._said.pop(at):
                 for expert, score in saying.named if at == (step, layer) else ():
                     saying.calibration.learn(score, expert in chosen)
+        for key in [key for key, due in self._begun.items() if due <= (step, layer)]:
+            if self._begun.pop(key) == (step, layer):
+                self.least.learn(key[1] in chosen)
         return self.drop_until((step, layer))
 
     def drop_until(self, passed: tuple[int, int]) -> int:
@@ -191,19 +194,24 @@ class ExpectedGain:
     @property
     def promising(self) -> int:
         """How many guesses that nobody reads yet are likely enough to be read."""
-        return sum(g.probability >= LEAST_PROBABILITY for g in self._guesses.values())
+        return sum(g.probability >= self.least.value for g in self._guesses.values())
 
     def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
         """The guess whose first piece, of `nbytes`, is most worth reading now, beside `busy`
         readers."""
         best, most = None, 0.0
         for guess in self._guesses.values():
-            if guess.probability < LEAST_PROBABILITY:
+            if guess.probability < self.least.value:
                 continue
             gain = self.gain(now, guess, nbytes, busy, evicts=True)
             if gain > most:
                 best, most = guess, gain
         return best
+
+    def begun(self, guess: Guess) -> None:
+        """`guess` is being read."""
+        self.taken(guess.key)
+        self._begun[guess.key] = guess.due
 
     def taken(self, key: Key) -> None:
         """`key` is resident or being read: no guess any more."""

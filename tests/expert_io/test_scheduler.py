@@ -49,12 +49,12 @@ def test_a_guess_likelier_wrong_than_right_is_never_read() -> None:
 
 def test_the_longer_a_piece_the_surer_a_guess_has_to_be() -> None:
     """Wrong, it holds up the next layer's reads for 30 ms to save 10."""
-    assert scheduler(0.65, piece_s=0.04).best(0.0, PIECE, 0) is None
+    assert scheduler(0.7, piece_s=0.04).best(0.0, PIECE, 0) is None
     assert scheduler(0.95, piece_s=0.04).best(0.0, PIECE, 0) is not None
 
 
 def test_a_slow_disk_is_no_obstacle_where_the_next_layer_never_misses() -> None:
-    assert scheduler(0.65, piece_s=0.04, missing=False).best(0.0, PIECE, 0) is not None
+    assert scheduler(0.7, piece_s=0.04, missing=False).best(0.0, PIECE, 0) is not None
 
 
 def test_a_second_read_is_not_begun_where_one_has_the_whole_disk() -> None:
@@ -67,7 +67,7 @@ def test_a_second_read_is_not_begun_where_one_has_the_whole_disk() -> None:
 
 
 def test_victims_that_are_wanted_back_make_it_careful() -> None:
-    made = scheduler(0.6, piece_s=0.008, missing=False)
+    made = scheduler(0.7, piece_s=0.008, missing=False)
     assert made.best(0.0, PIECE, 0) is not None
     for n in range(100):
         made.returns.evicted(50, (0, n))
