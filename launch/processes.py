@@ -1,6 +1,7 @@
 """The group's children: started together, watched by pidfd, readers replaced, all ended together.
 
-Owns who lives. Promises: any death is noticed at once; a reader that was killed is replaced under
+Owns who lives. Promises: any death is noticed at once (a child that was asked to end is given
+`ASKED_TOO_S` to turn out not to have been the only one); a reader that was killed is replaced under
 the next incarnation, at most `READER_RESTARTS` times in `RESTART_WINDOW_S`; any other death fails
 the group with one line; after `stop` no child is left, at most `STOP_S` later.
 """
@@ -25,6 +26,10 @@ RESTART_WINDOW_S = 60.0
 # A child told to stop gets a part of the two seconds in which everything has to be over; on a busy
 # machine the rest goes into releasing memory and ending the interpreter.
 STOP_S = 0.7
+# What service managers, shells and closing terminals send, often to every process at once: a child
+# may be gone before the supervisor has heard that the whole group is to end.
+ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
+ASKED_TOO_S = 0.5
 
 # module, spec, inherited descriptors
 Launch = tuple[str, Message, tuple[int, ...]]
@@ -108,6 +113,13 @@ class Processes:
         asyncio.get_running_loop().remove_reader(child.pidfd)
         code = child.reap()
         del self._children[child.name]
+        if -code in ASKED_TO_END:
+            asyncio.get_running_loop().call_later(ASKED_TOO_S, self._judge, child, code)
+        else:
+            self._judge(child, code)
+
+    def _judge(self, child: Child, code: int) -> None:
+        """Replace the child that has ended, or end the group for it."""
         if self._stopping:
             return
         error = death_error(child, code, self._budget, oom_kills() > self._oom_kills)

@@ -3,8 +3,10 @@ it, or is replaced for ever. Through the whole group, the supervisor replacing."
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +49,35 @@ def test_a_reader_that_fails_in_the_middle_changes_the_answer(
         assert any(name.startswith("reader-") and said in line for name, line in group.lines)
         # The replacements serve the next request, too.
         assert group.tokens(PROMPT, TOKENS) == reference()
+
+
+async def happens(condition: Callable[[], bool]) -> None:
+    """The group's loop goes on until then."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_children_asked_to_end_with_the_supervisor_are_mourned() -> None:
+    """As a service manager does it, where the children's signals come first."""
+    with RunningGroup(readers=2) as group:
+        for pid in group.group.pids.values():
+            os.kill(pid, signal.SIGTERM)
+        group.run(happens(lambda: not group.group.pids))
+        group.run(group.group.stop())
+        assert group.lines == []
+
+
+@pytest.mark.parametrize("name", ["reader-1", "experts"])
+def test_one_that_alone_is_asked_to_end_is_missed(name: str) -> None:
+    with RunningGroup(readers=2) as group:
+        os.kill(group.group.pids[name], signal.SIGTERM)
+        if name == "experts":
+            with pytest.raises(ProcessDied, match="experts ended: killed by SIGTERM"):
+                group.tokens(PROMPT, TOKENS)
+        else:
+            group.run(happens(lambda: bool(group.lines)))
+            assert group.lines == [("reader-1", "killed by SIGTERM; replaced")]
+            assert group.tokens(PROMPT, TOKENS) == reference()
 
 
 def test_readers_killed_in_the_middle_of_a_slow_read_change_the_answer() -> None:
