@@ -8,6 +8,7 @@ only on a terminal.
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import sys
 import time
@@ -22,7 +23,10 @@ from tokenizers import Tokenizer
 
 from launch.group import ProcessGroup
 from launch.options import GroupOptions, format_size
+from protocol.errors import ResourceError
 
+# Where fewer may be open, ZeroMQ ends the process instead of refusing.
+LEAST_OPEN_FILES = 64
 # A line in a log is one line: only a terminal has a width to wrap at.
 console = Console(
     stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 160
@@ -73,7 +77,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def run_foreground(main: Callable[[], Awaitable[None]]) -> None:
-    """Run `main` to its end or to a signal; a signal becomes SystemExit(128 + number)."""
+    """Run `main` to its end or to a signal; a signal becomes SystemExit(128 + number). Raises
+    ResourceError where too few files may be open for any group."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < LEAST_OPEN_FILES:
+        raise ResourceError(
+            f"{allowed} files may be open, expected {LEAST_OPEN_FILES} or more; raise the limit "
+            "(ulimit -n 4096)"
+        )
     received: list[int] = []
 
     async def guarded() -> None:

@@ -179,7 +179,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def require_file(path: Path) -> None:
     """Raises CheckpointError where `path` is a directory, a pipe or a device, whose reading could
     be without end. One that is missing is the reader's to report."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path}: cannot be read (not a file)")
 
 

@@ -6,6 +6,7 @@ tried closer to it, in tests/protocol.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -311,6 +312,36 @@ def test_too_little_locked_memory_is_said_with_both_numbers(tmp_path: Path) -> N
     assert "KiB of locked memory" in refusal.line and "allows 64.0 KiB" in refusal.line
 
 
+def test_too_few_open_files_end_the_process_within_a_library(tmp_path: Path) -> None:
+    for allowed in (9, 16, 63):
+        (tmp_path / str(allowed)).mkdir()
+        refusal = refuse(
+            tmp_path / str(allowed),
+            damage.MINI,
+            *PROMPT,
+            before=lambda n=allowed: resource.setrlimit(resource.RLIMIT_NOFILE, (n, n)),  # type: ignore[misc]
+        )
+        assert (refusal.code, refusal.started) == (4, False)
+        assert f"{allowed} files may be open, expected 64 or more" in refusal.line
+
+
+def test_a_directory_that_may_not_be_searched_is_an_internal_error(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    checkpoint.chmod(0o600)
+    refusal = refuse(tmp_path, checkpoint, *PROMPT, before=_without_privileges)
+    checkpoint.chmod(0o700)
+    assert (refusal.code, refusal.started) == (3, False)
+    assert refusal.line == f"{checkpoint / 'config.json'}: cannot be read (Permission denied)"
+
+
+def _without_privileges() -> None:
+    """Root reads everything but for these two capabilities, which others do not have."""
+    drop_from_bounding_set = 24
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(drop_from_bounding_set, capability, 0, 0, 0)
+
+
 def test_an_unwritable_runtime_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for number, place in enumerate(("/proc", str(tmp_path / "file"), str(tmp_path / "none"))):
@@ -395,7 +426,7 @@ def test_a_prompt_that_is_not_utf_8_is_an_internal_error(tmp_path: Path) -> None
 
 def test_too_few_open_files_are_said_with_the_limit(tmp_path: Path) -> None:
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
-    refusal = refuse(tmp_path, damage.MINI, *PROMPT, "--slots", "30", before=limit)
-    assert refusal.code == 4 and "limit is 24, raise it (ulimit -n" in refusal.line
+    refusal = refuse(tmp_path, damage.MINI, *PROMPT, "--readers", "30", before=limit)
+    assert refusal.code == 4 and "limit is 64, raise it (ulimit -n" in refusal.line
