@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expert_io.slices import BLOCK, ExpertSlices, SliceMap, cut
-from protocol.config import ModelConfig
+from protocol.config import ModelConfig, require_file
 from protocol.errors import CheckpointError
 from protocol.identity import checkpoint_identity
 from protocol.layouts import PLACES, align_up
@@ -104,15 +104,21 @@ def read_table(path: Path, header: PackHeader, file: BinaryIO) -> Table:
     return np.frombuffer(raw, "<u8").reshape(header.layers, header.experts).copy()
 
 
+def read_pack(path: Path, header: PackHeader) -> Table:
+    """The table of the pack at `path`; raises CheckpointError as `read_table` does."""
+    require_file(path)
+    try:
+        with path.open("rb") as file:
+            return read_table(path, header, file)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 def packed_slices(path: Path, shards: Shards, identity: str, piece_bytes: int) -> SliceMap:
     """Where every expert lies in the pack at `path`. Raises CheckpointError for one that is not
     whole or not of the checkpoint `shards` with this `identity`."""
     header = PackHeader.of(shards, identity)
-    try:
-        with path.open("rb") as file:
-            table = read_table(path, header, file)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    table = read_pack(path, header)
     if missing := int((table < WRITTEN).sum()):
         raise CheckpointError(f"{path}: lacks {missing} experts; finish it with headrace pack")
     piece = align_up(max(piece_bytes, BLOCK), BLOCK)

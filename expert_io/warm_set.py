@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from expert_io.policy import Key
+from protocol.config import require_file
 from protocol.errors import CheckpointError, ResourceError
 
 FORMAT = "headrace warm experts 1"
@@ -49,6 +50,7 @@ class WarmSet:
         They stay in the set, colder than anything this run picks. Raises CheckpointError for a file
         that cannot be used.
         """
+        require_file(self.path)
         try:
             size = self.path.stat().st_size
             text = self.path.read_bytes() if size <= MOST_BYTES else b""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from expert_io.packed import WRITTEN, PackHeader, read_table
+from expert_io.packed import WRITTEN, PackHeader, read_pack
 from launch.foreground import byte_progress, console
 from launch.options import format_size
 from launch.pack.writer import verify_layer, write_pack
@@ -48,10 +48,12 @@ def pack_command(directory: Path, output: Path, verify: bool) -> None:
 
         if verify:
             _verify(output, header, on_expert)
+            done = "as written"
+        elif write_pack(shards, output, identity, on_expert):
+            done = "written and read back"
         else:
-            write_pack(shards, output, identity, on_expert)
+            done = "there already"
     count = header.layers * header.experts
-    done = "as written" if verify else "written and read back"
     console.print(
         f"{output}: {count} experts of {format_size(header.stride)}, {done}; use it with --pack"
     )
@@ -59,11 +61,7 @@ def pack_command(directory: Path, output: Path, verify: bool) -> None:
 
 def _verify(path: Path, header: PackHeader, on_expert: Callable[[int], None]) -> None:
     """Raises CheckpointError and ReadError."""
-    try:
-        with path.open("rb") as file:
-            table = read_table(path, header, file)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    table = read_pack(path, header)
     if (table < WRITTEN).any():
         raise CheckpointError(f"{path}: is not whole; finish it with headrace pack")
     for layer in range(header.layers):

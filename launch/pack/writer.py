@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from expert_io.disk import ShardFiles
-from expert_io.packed import WRITTEN, PackHeader, Table, read_table
+from expert_io.packed import WRITTEN, PackHeader, Table, read_pack, read_table
 from expert_io.slices import BLOCK
-from protocol.errors import CheckpointError, HeadraceError, ReadError, ResourceError
+from protocol.errors import CheckpointError, HeadraceError, ReadError, ResourceError, UsageError
 from protocol.layouts import PLACES
 from protocol.shards import Shards
 from protocol.tensor_table import expert_tensor
@@ -31,18 +31,22 @@ SLACK_BYTES = 64 << 20
 
 def write_pack(
     shards: Shards, output: Path, identity: str, on_expert: Callable[[int], None]
-) -> PackHeader:
-    """Make the pack at `output`, or finish what an earlier call began.
+) -> bool:
+    """Make the pack at `output`, or finish what an earlier call began; False where it is there.
 
     `on_expert(bytes)` is called for each expert as it is verified, or found to have been. Raises
-    CheckpointError where `output` is another file, ResourceError where it cannot be written, and
-    ReadError where what was read back differs from the shards.
+    CheckpointError where `output` is another file, UsageError where it is a directory,
+    ResourceError where it cannot be written, and ReadError where what was read back differs from
+    the shards.
     """
     header = PackHeader.of(shards, identity)
-    if output.exists():
-        with output.open("rb") as file:
-            read_table(output, header, file)
-        raise CheckpointError(f"{output}: is a pack of this checkpoint already; nothing to do")
+    if os.path.isdir(output):
+        raise UsageError(
+            f"{output}: is a directory; name a file to write, as {output / 'experts.pack'}"
+        )
+    if os.path.exists(output):
+        read_pack(output, header)
+        return False
     partial = output.with_name(output.name + SUFFIX)
     try:
         table = _begin(partial, header)
@@ -62,7 +66,7 @@ def write_pack(
         raise ResourceError(
             f"{partial}: cannot be written ({error.strerror}); the same command goes on"
         ) from None
-    return header
+    return True
 
 
 def verify_layer(path: Path, header: PackHeader, layer: int, table: Table) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,13 @@ def test_a_foreign_or_damaged_file_is_refused(
     warm.path.write_bytes(b"\xff\x00{")
     with pytest.raises(CheckpointError, match="damaged"):
         warm_set(tmp_path).load()
+
+
+def test_a_pipe_in_its_place_is_waited_for(tmp_path: Path) -> None:
+    warm = warm_set(tmp_path)
+    os.mkfifo(warm.path)
+    with pytest.raises(CheckpointError, match="not a file"):
+        warm.load()
 
 
 def test_nothing_is_left_where_it_cannot_be_kept(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from expert_io.packed import WRITTEN, PackHeader, expert_slices, packed_slices, read_table
+from expert_io.packed import (
+    WRITTEN,
+    PackHeader,
+    expert_slices,
+    packed_slices,
+    read_pack,
+    read_table,
+)
 from expert_io.slices import BLOCK, SliceMap
 from launch.bench.expert_group import ExpertGroup
 from launch.cli import cli
@@ -111,12 +118,25 @@ def test_a_run_that_was_ended_goes_on_and_copies_no_layer_twice(
     assert not path.exists() and copied == [0, 1]
     # A layer that was copied but not recorded is copied again.
     copied.append(-1)
-    header = writer.write_pack(SHARDS, path, IDENTITY, lambda count: None)
+    assert writer.write_pack(SHARDS, path, IDENTITY, lambda count: None)
     assert copied == [0, 1, -1, *range(2, CONFIG.num_hidden_layers)]
-    with path.open("rb") as file:
-        assert (read_table(path, header, file) >= WRITTEN).all()
+    assert (read_pack(path, PackHeader.of(SHARDS, IDENTITY)) >= WRITTEN).all()
     assert os.listdir(tmp_path) == ["experts.pack"]
     assert pack(MINI, path, "--verify").exit_code == 0
+
+
+def test_a_pack_that_is_there_is_an_error(packed: Path) -> None:
+    before = packed.read_bytes()
+    result = pack(MINI, packed)
+    assert result.exit_code == 0 and packed.read_bytes() == before
+
+
+def test_what_is_no_file_is_an_internal_error_or_waited_for(packed: Path, tmp_path: Path) -> None:
+    assert "name a file" in str(pack(MINI, tmp_path).exception)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for arguments in ((MINI, pipe), (MINI, pipe, "--verify")):
+        assert "not a file" in str(pack(*arguments).exception)
 
 
 def test_what_the_disk_changed_is_found(packed: Path, tmp_path: Path) -> None:
