@@ -165,8 +165,10 @@ def _limit(memlock: int | None) -> str:
 
 def _speed(estimate: Estimate) -> str:
     crossing = f"{estimate.link_ms:.0f} ms to the GPU, " if estimate.link_ms else ""
+    # Two figures of so rough an estimate, in plain digits.
+    speed = format(estimate.tokens_per_s, ".0f" if estimate.tokens_per_s >= 10 else ".2g")
     return (
-        f"about {estimate.tokens_per_s:.2g} tokens/s, with {estimate.found:.0%} of experts found "
+        f"about {speed} tokens/s, with {estimate.found:.0%} of experts found "
         f"in memory: {estimate.disk_ms:.0f} ms disk, {estimate.engram_ms:.1f} ms engram, "
         f"{crossing}{estimate.memory_ms:.1f} ms memory a token; bound by {estimate.binds}"
     )

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from launch.check import Findings
 from launch.doctor import command
-from launch.doctor.advice import Advice, advise
+from launch.doctor.advice import Advice, Estimate, advise
 from launch.doctor.machine import Gpu, Machine, look
 from launch.doctor.measure import DiskSpeed, MemorySpeed, measure_disk
 from protocol.errors import CheckpointError
@@ -153,3 +153,10 @@ def test_json_is_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_checkpoint_is_its_own_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(command.doctor_command, [str(tmp_path)])
     assert isinstance(result.exception, CheckpointError)
+
+
+def test_a_speed_is_written_in_plain_digits() -> None:
+    for milliseconds, said in ((1.163, "860"), (77.0, "13"), (240.0, "4.2"), (9000.0, "0.11")):
+        assert command._speed(Estimate(1.0, milliseconds, 0.0, 0.0, 0.0)).startswith(
+            f"about {said} tokens"
+        )
