@@ -32,7 +32,7 @@ from compute.snapshots import Snapshots, identity_of
 from compute.text import TokenBytes
 from compute.weights import ModelWeights
 from protocol import counters
-from protocol.config import ModelConfig
+from protocol.config import ModelConfig, require_file
 from protocol.control import COMMON, ControlAnswers
 from protocol.errors import CheckpointError, FailureKind, HeadraceError, UsageError
 from protocol.identity import PREDICTOR_NAME, checkpoint_identity
@@ -250,7 +250,7 @@ def _assemble(
     )
     store = _snapshots(spec, config, device, limits)
     routes = _route_recorder(spec, config, weights, fitted, experts, regions.arena.slots)
-    if device.type == "cuda" and routes is None:
+    if device.type == "cuda" and routes is None and spec.graphs == "token":
         control.send(Loading(NAME, "decode kernels, compiled at the first start", 1.0))
     decoding = _decoding(spec, config, weights, fitted, experts, engram, regions.arena, tracer)
     generator = TextGenerator(
@@ -331,9 +331,10 @@ def _decoding(
 def fitted_gates(checkpoint: Path, weights: ModelWeights) -> FittedGates:
     """Those beside the checkpoint; none where there are none, or they cannot be used."""
     path = checkpoint / PREDICTOR_NAME
-    if not path.exists():
+    if not os.path.exists(path):
         return NO_FITTED_GATES
     try:
+        require_file(path)
         gates = [layer.gate for layer in weights.layers]
         return FittedGates.load(path, gates, checkpoint_identity(checkpoint))
     except CheckpointError as error:

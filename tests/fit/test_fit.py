@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -212,3 +213,7 @@ def test_a_damaged_file_is_named_and_the_layers_own_gates_serve(
         shutil.copy(MINI / name, tmp_path)
     assert not fitted_gates(tmp_path, weights).gates
     assert PREDICTOR_NAME in capfd.readouterr().err
+    (tmp_path / PREDICTOR_NAME).unlink()
+    os.mkfifo(tmp_path / PREDICTOR_NAME)
+    assert not fitted_gates(tmp_path, weights).gates
+    assert "not a file" in capfd.readouterr().err
