@@ -13,6 +13,7 @@ from expert_io.scheduler import Eager, ExpectedGain
 from launch.simulate.passes import Foretold, Times, future
 from launch.simulate.replay import Machine, Replay
 from protocol import counters
+from protocol.errors import UsageError
 from protocol.route_trace import RouteTrace
 
 BELADY = "belady"
@@ -48,6 +49,7 @@ def simulate(run: Run, at_step: Callable[[int], None] = lambda step: None) -> di
     begin = _standing(replay)
     try:
         for trace in run.traces:
+            before = at
             for layer_pass in run.foretold.passes(trace, run.times, steps, run.most):
                 if layer_pass.layer == 0:
                     at_step(layer_pass.step)
@@ -59,6 +61,8 @@ def simulate(run: Run, at_step: Callable[[int], None] = lambda step: None) -> di
                 at += 1
                 if layer_pass.layer == trace.header.layers - 1:
                     tokens += layer_pass.tokens
+            if at == before:
+                raise UsageError(f"{trace.path}: holds no whole step; record a longer one")
             steps = layer_pass.step + 1
         end = _standing(replay)
     finally:
