@@ -195,8 +195,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     assert code == 2 and "is no route trace" in output
 
 
-def test_a_trace_without_a_step_is_an_internal_error(trace: RouteTrace, tmp_path: Path) -> None:
-    path = tmp_path / "cut.routes"
-    path.write_bytes(trace.path.read_bytes()[:2000])
-    code, output = run_command(str(path))
+def test_a_trace_without_a_step_is_an_internal_error(tmp_path: Path) -> None:
+    code, output = run_command(str(write_trace(tmp_path / "empty.routes", 0)))
     assert code == 2 and "holds no whole step" in output
