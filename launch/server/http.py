@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from launch.server.app import build_app
 from launch.server.engine import Engine
@@ -16,6 +17,38 @@ from protocol.errors import ResourceError
 
 # Streams still open then are cut; the whole command has to end within two seconds.
 GOODBYE_S = 1
+# What the head of a request may take to come, which is a kilobyte.
+HEAD_SECONDS = 30.0
+
+
+class _Protocol(H11Protocol):
+    """A connection on which no whole request head comes would keep its place for ever."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+        else:
+            self._wait_no_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
 
 class _Server(uvicorn.Server):
@@ -35,6 +68,7 @@ async def running_server(
     app = build_app(engine, options, log)
     config = uvicorn.Config(
         app,
+        http=_Protocol,
         log_level="warning",
         access_log=False,
         lifespan="on",

@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import RateLimitError
 
-from launch.server import connection
+from launch.server import connection, http
 from launch.server.answers import Answer, PlainReader
 from launch.server.waiting_line import LineFull, WaitingLine
 from tests.chat_format.speech import TOKEN_BYTES
@@ -158,6 +158,28 @@ async def test_a_reader_that_never_reads_is_let_go(monkeypatch: Any) -> None:
             await asyncio.sleep(0.02)
         assert (await served.chat(max_tokens=5)).choices[0].message.content == "wwwww"
         writer.close()
+
+
+@in_loop
+async def test_a_request_head_that_never_ends_keeps_its_place(monkeypatch: Any) -> None:
+    monkeypatch.setattr(http, "HEAD_SECONDS", 0.2)
+    engine = FakeEngine("x" * 5)
+    engine.hold_from = 3
+    async with serving(engine, max_connections=4) as served:
+        answered, answering = await _open_stream(served, chat_body(stream=True))
+        await engine.reached.wait()
+        idle = [await asyncio.open_connection(*served.host_port) for _ in range(2)]
+        idle[0][1].write(b"GET /health HTTP/1.1\r\nHo")
+        for reader, writer in idle:
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+        assert (await served.http.get("/health")).status_code == 200
+        # A request whose head has come is given the time that its answer takes.
+        engine.gate.release()
+        engine.gate.release()
+        engine.gate.release()
+        assert b"[DONE]" in await answered.readuntil(b"[DONE]")
+        answering.close()
 
 
 @in_loop
