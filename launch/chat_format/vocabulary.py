@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from protocol.config import ModelConfig
-from protocol.errors import CheckpointError
+from protocol.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,12 @@ class Vocabulary:
         self._plain.no_truncation()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none of them special whatever it spells."""
+        """Token ids of `text`, none of them special whatever it spells. Raises UsageError for what
+        was no UTF-8 where it was read."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{text[:40]!r} is not UTF-8 text ({error.reason})") from None
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -6,6 +6,7 @@ The file is JSON in the shape of the OpenAI API's messages, so that other tools 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,15 @@ class Dialogue:
         messages = start + [_as_dict(message) for message in self.turns]
         text = json.dumps({"messages": messages}, ensure_ascii=False, indent=2)
         try:
-            path.write_text(text + "\n", encoding="utf-8")
+            path.write_text(text + "\n", encoding="utf-8", errors="replace")
         except OSError as error:
             raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
 
     def load(self, path: Path) -> None:
         """Become what `path` holds. Raises UsageError and changes nothing where it is no
         conversation."""
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UsageError(f"{path}: cannot be read (not a file)")
         try:
             parsed = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

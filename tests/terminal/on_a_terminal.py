@@ -29,7 +29,7 @@ class Terminal:
         self.shown = ""
 
     def type(self, keys: str) -> None:
-        os.write(self._descriptor, keys.encode())
+        os.write(self._descriptor, keys.encode("utf-8", "surrogateescape"))
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
         """Until `text` has appeared since the last call."""

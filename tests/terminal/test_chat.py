@@ -163,6 +163,21 @@ def test_a_file_that_is_no_dialogue_changes_nothing(tmp_path: Path, text: str) -
     assert (dialogue.system, len(dialogue.turns)) == ("s", 1)
 
 
+def test_what_is_no_file_is_read_without_end() -> None:
+    with pytest.raises(UsageError, match="not a file"):
+        Dialogue().load(Path("/dev/zero"))
+
+
+def test_what_is_no_utf_8_ends_the_conversation(private: dict[str, str]) -> None:
+    with on_a_terminal(*CHAT, "--readers", "1", environment=private) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("caf\udce9\r")
+        terminal.wait_for("is not UTF-8 text")
+        terminal.wait_for("> ")
+        terminal.type("/exit\r")
+        assert terminal.exit_code() == 0
+
+
 def test_a_question_without_an_answer_is_taken_back() -> None:
     dialogue = Dialogue()
     dialogue.ask("a")
