@@ -26,6 +26,8 @@ HISTORY = 60
 class NoAnswer(HeadraceError):
     """The server is not there, or does not let this program in."""
 
+    exit_code = 2
+
 
 @click.command("top")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's.")

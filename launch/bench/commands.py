@@ -152,7 +152,8 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
         as_json,
         f"hit: {figures['hit_us_p50']:.1f} us for {figures['experts_a_layer']} experts "
         f"(p99 {figures['hit_us_p99']:.1f}); a miss adds {figures['miss_overhead_us_p50']:.0f} us "
-        f"to its {figures['reads_a_miss']} reads (p99 {figures['miss_overhead_us_p99']:.0f}), "
+        f"to its {_count(figures['reads_a_miss'], 'read')} (p99 "
+        f"{figures['miss_overhead_us_p99']:.0f}), "
         f"two bare round trips take {figures['two_round_trips_us_p50']:.0f}",
     )
 
@@ -254,7 +255,7 @@ def trace_command(directory: Path, tokens: int, rounds: int, threads: int, as_js
     _say(
         figures,
         as_json,
-        f"tracing makes a token {figures['traced_cost']:+.1%} longer and writes "
+        f"tracing changes what a token takes by {figures['traced_cost']:+.1%} and writes "
         f"{figures['events_per_token']:.0f} events for it",
     )
 
@@ -313,9 +314,11 @@ def decode_command(
         if mode == "oracle":
             click.echo(f"oracle: {of['differences']} differences in {of['compared']} tokens")
             continue
+        # On a CPU there are none to count.
+        calls = f", {of['launches']} launches, {of['syncs']} waits" if of["launches"] else ""
         click.echo(
             f"graphs {mode}: {of['resident_ms']:.2f} ms all resident ({of['host_ms']:.2f} of the "
-            f"host, {of['launches']} launches, {of['syncs']} waits), {of['from_arena_ms']:.2f} ms "
+            f"host{calls}), {of['from_arena_ms']:.2f} ms "
             f"with {missing:.0%} from the arena, {of['from_disk_ms']:.1f} ms with them from disk"
         )
     for row in figures["modes"][chosen[-1]].get("kernels", [])[:20]:
@@ -383,10 +386,15 @@ def prefill_command(
         _say_prefill(of)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _say_prefill(of: dict[str, Any]) -> None:
     memory = f", {of['peak_bytes'] / 1e9:.2f} GB beyond the weights" if of["peak_bytes"] else ""
     click.echo(
-        f"{of['tokens']} tokens in {of['chunks']} chunks, {of['experts']} experts, "
+        f"{_count(of['tokens'], 'token')} in {_count(of['chunks'], 'chunk')}, "
+        f"{of['experts']} experts, "
         f"{of['bytes'] / 1e9:.3g} GB and {of['flops'] / 1e12:.3g} TFLOP: "
         f"floor {of['floor_ms']:.2f} ms; {of['resident_ms']:.1f} ms all resident "
         f"({of['resident_tokens_per_s']:.0f} tokens/s, {of['ratio']:.1f} x floor), "

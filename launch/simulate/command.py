@@ -81,8 +81,8 @@ TURNS_OF_A_MISS = 8
     multiple=True,
     default=[OFF],
     show_default=True,
-    help="A predictor of the trace such as gate.moe.1, several joined by +, oracle, oracle:1 "
-    "(only one layer ahead), or off.  [repeatable]",
+    help="A predictor of the trace (gate.moe.1, or fitted.moe.1 where gates were fitted), several "
+    "joined by +, oracle, oracle:1 (only one layer ahead), or off.  [repeatable]",
 )
 @click.option(
     "--latency",

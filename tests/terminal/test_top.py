@@ -56,8 +56,9 @@ async def test_a_terminal_shows_it_live_until_ctrl_c(private: dict[str, str]) ->
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/x"])
 def test_no_server_is_one_clear_line(url: str) -> None:
-    with pytest.raises(NoAnswer, match="headrace serve"):
+    with pytest.raises(NoAnswer, match="headrace serve") as raised:
         top_command.main(["--url", url, "--json"], standalone_mode=False)
+    assert raised.value.exit_code == 2
 
 
 def test_a_large_model_fits_a_small_window() -> None:
