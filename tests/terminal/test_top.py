@@ -37,7 +37,7 @@ async def test_figures_come_as_json_and_as_a_screen() -> None:
         code, out, _ = await _top(served, "--api-key", "k")
         assert code == 0 and "where a token's time goes" in out and "mini" in out
         code, _, err = await _top(served)
-        assert code == 1 and "API key is needed" in err and "Traceback" not in err
+        assert code == 2 and "API key is needed" in err and "Traceback" not in err
 
 
 @in_loop
