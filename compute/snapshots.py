@@ -48,6 +48,12 @@ class Refused(ValueError):
     """A file that must not be used; the text says why."""
 
 
+def _require_file(path: Path) -> None:
+    """A pipe would be waited for without end."""
+    if not path.is_file():
+        raise Refused("it is no file, or gone")
+
+
 def identity_of(checkpoint: Path, *arithmetic: object) -> str:
     """A digest of what a state depends on: the checkpoint's files and how it is computed.
 
@@ -146,6 +152,7 @@ class Snapshots:
 
     def _index(self, path: Path) -> None:
         try:
+            _require_file(path)
             with safe_open(path, framework="np") as file:
                 tokens = file.get_tensor("tokens").astype(np.int32)
                 self._entries[path.name] = _Entry(path, tokens, "logits" in file.keys())  # noqa: SIM118
@@ -154,6 +161,7 @@ class Snapshots:
 
     def _load(self, path: Path) -> KeptState:
         """Raises Refused, or what a damaged file makes the library raise."""
+        _require_file(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

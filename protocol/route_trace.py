@@ -199,6 +199,8 @@ class _Reader:
         """Raises UsageError for what is no such file."""
         self.path = path
         self.cut_short = False
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UsageError(f"{path}: cannot be read (not a file)")
         try:
             with path.open("rb") as file:
                 self._size = os.fstat(file.fileno()).st_size

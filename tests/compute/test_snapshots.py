@@ -128,7 +128,12 @@ def _tokens(path: Path) -> None:
     path.write_bytes(data[:at] + bytes([9]) + data[at + 1 :])
 
 
-@pytest.mark.parametrize("damage", [_flip, _cut, _empty, _noise, _tokens])
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _empty, _noise, _tokens, _pipe])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_damaged_file_is_refused_and_removed(
     tmp_path: Path, damage: Callable[[Path], None], late: bool, capfd: pytest.CaptureFixture[str]

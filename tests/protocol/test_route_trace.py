@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -133,6 +134,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, line: str) 
     path.write_bytes(content)
     with pytest.raises(UsageError, match=line):
         RouteTrace(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t")
+    with pytest.raises(UsageError, match="not a file"):
+        RouteTrace(tmp_path / "t")
 
 
 def test_activations_come_back_by_layer_without_the_steps_that_lack_one(tmp_path: Path) -> None:
