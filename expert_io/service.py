@@ -177,9 +177,11 @@ class ExpertService:
                 self._own[counters.MALFORMED_MESSAGES] += 1
         self._give_orders()
 
-    def _on_reader(self, _sender: str, message: Message) -> None:
+    def _on_reader(self, sender: str, message: Message) -> None:
         match message:
-            case ReaderHello(reader, incarnation, _) if 0 <= reader < self._spec.readers:
+            case ReaderHello(reader, incarnation, _) if (
+                0 <= reader < self._spec.readers and sender == f"reader-{reader}"
+            ):
                 self._greet(reader, incarnation)
             case ReadDone(reader, incarnation, number, seconds) if self._holds(
                 reader, incarnation, number
@@ -192,9 +194,11 @@ class ExpertService:
             ):
                 self._dispatcher.answered(reader)
                 self._report(self.residency.failed(number, reader, reason))
-            case ReadDone(reader, incarnation, _) | ReadFailed(reader, incarnation, _) if (
-                incarnation < self._incarnations.get(reader, -1)
-            ):
+            case (
+                ReaderHello(reader, incarnation, _)
+                | ReadDone(reader, incarnation, _)
+                | ReadFailed(reader, incarnation, _)
+            ) if incarnation < self._incarnations.get(reader, -1):
                 pass  # The last words of a reader that has been replaced.
             case _:
                 self._own[counters.MALFORMED_MESSAGES] += 1

@@ -102,12 +102,15 @@ def test_answers_to_orders_nobody_holds_change_nothing() -> None:
             ReadFailed(-1, 0, 2, "no"),
             ReaderHello(99, 0, 1),
             ReaderHello(-1, 0, 1),
+            # Only a reader itself says that it was replaced.
+            ReaderHello(0, 1, 1),
         ]
         for lie in lies:
             liar.send(lie.encode())
         await_malformed(group, len(lies))
         assert group.directory.entry[0, 1] == ABSENT
         assert group.stats()[counters.RESIDENT_EXPERTS] == 1
+        assert not group.stats().get(counters.READERS_REPLACED)
         liar.close()
 
 
