@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from compute.kept_states import KeptState
-from protocol.config import ModelConfig
+from protocol.config import ModelConfig, require_file
 from protocol.errors import ResourceError
 from protocol.identity import PREDICTOR_NAME
 
@@ -46,12 +46,6 @@ Ids = npt.NDArray[np.int32]
 
 class Refused(ValueError):
     """A file that must not be used; the text says why."""
-
-
-def _require_file(path: Path) -> None:
-    """A pipe would be waited for without end."""
-    if not path.is_file():
-        raise Refused("it is no file, or gone")
 
 
 def identity_of(checkpoint: Path, *arithmetic: object) -> str:
@@ -152,7 +146,7 @@ class Snapshots:
 
     def _index(self, path: Path) -> None:
         try:
-            _require_file(path)
+            require_file(path, Refused)
             with safe_open(path, framework="np") as file:
                 tokens = file.get_tensor("tokens").astype(np.int32)
                 self._entries[path.name] = _Entry(path, tokens, "logits" in file.keys())  # noqa: SIM118
@@ -161,7 +155,7 @@ class Snapshots:
 
     def _load(self, path: Path) -> KeptState:
         """Raises Refused, or what a damaged file makes the library raise."""
-        _require_file(path)
+        require_file(path, Refused)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

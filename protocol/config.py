@@ -176,11 +176,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def require_file(path: Path) -> None:
-    """Raises CheckpointError where `path` is a directory, a pipe or a device, whose reading could
-    be without end. One that is missing is the reader's to report."""
+def require_file(path: Path, error: type[Exception] = CheckpointError) -> None:
+    """Raises `error` where `path` is a directory, a pipe or a device, whose reading could be
+    without end. One that is missing is the reader's to report."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointError(f"{path}: cannot be read (not a file)")
+        raise error(f"{path}: cannot be read (not a file)")
 
 
 def _require_formats(top: Mapping[str, Any], path: Path) -> None:

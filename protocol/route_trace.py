@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from protocol.config import require_file
 from protocol.errors import ResourceError, UsageError
 
 MAGIC = b"headrace"
@@ -199,8 +200,7 @@ class _Reader:
         """Raises UsageError for what is no such file."""
         self.path = path
         self.cut_short = False
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{path}: cannot be read (not a file)")
+        require_file(path, UsageError)
         try:
             with path.open("rb") as file:
                 self._size = os.fstat(file.fileno()).st_size

@@ -6,12 +6,12 @@ The file is JSON in the shape of the OpenAI API's messages, so that other tools 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.chat_format.conversation import Conversation, Message
+from protocol.config import require_file
 from protocol.errors import UsageError
 
 ROLES = ("system", "user", "assistant")
@@ -56,8 +56,7 @@ class Dialogue:
     def load(self, path: Path) -> None:
         """Become what `path` holds. Raises UsageError and changes nothing where it is no
         conversation."""
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{path}: cannot be read (not a file)")
+        require_file(path, UsageError)
         try:
             parsed = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
