@@ -30,7 +30,7 @@ from protocol.messages import (
     ReadOrder,
     Ready,
 )
-from protocol.specs import ReaderSpec
+from protocol.specs import ReaderSpec, reader_name
 from protocol.trace import Tracer
 from protocol.transport import Channel
 
@@ -43,7 +43,7 @@ class Reader:
 
     def __init__(self, spec: ReaderSpec, control: Channel, orders: Channel) -> None:
         self._spec = spec
-        self._name = f"reader-{spec.reader}"
+        self._name = reader_name(spec.reader)
         self._control = control
         self._orders = orders
         self._tracer = Tracer(self._name, spec.trace)
@@ -179,7 +179,7 @@ def _emulation(spec: ReaderSpec) -> str:
 def serve(spec: ReaderSpec) -> None:
     """The process's whole life."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    name = f"reader-{spec.reader}"
+    name = reader_name(spec.reader)
     control = Channel.connect(context, spec.control, name, COMMON)
     orders = Channel.connect(context, spec.orders, name, (ReadOrder,))
     control.send(Hello(name, os.getpid(), spec.incarnation))

@@ -49,7 +49,7 @@ from protocol.messages import (
     ReadOrder,
     Ready,
 )
-from protocol.specs import ExpertServiceSpec
+from protocol.specs import ExpertServiceSpec, reader_name
 from protocol.trace import Tracer
 from protocol.transport import Channel
 from protocol.wire import Message
@@ -180,7 +180,7 @@ class ExpertService:
     def _on_reader(self, sender: str, message: Message) -> None:
         match message:
             case ReaderHello(reader, incarnation, _) if (
-                0 <= reader < self._spec.readers and sender == f"reader-{reader}"
+                0 <= reader < self._spec.readers and sender == reader_name(reader)
             ):
                 self._greet(reader, incarnation)
             case ReadDone(reader, incarnation, number, seconds) if self._holds(
@@ -193,7 +193,7 @@ class ExpertService:
                 reader, incarnation, number
             ):
                 self._dispatcher.answered(reader)
-                self._report(self.residency.failed(number, reader, reason))
+                self._report(self.residency.failed(number, reader, reason, time.monotonic()))
             case (
                 ReaderHello(reader, incarnation, _)
                 | ReadDone(reader, incarnation, _)
@@ -259,7 +259,7 @@ class ExpertService:
             *read.key,
         )
         # An unreachable reader keeps its order until its replacement says hello.
-        self._readers.send(message, to=f"reader-{order.reader}")
+        self._readers.send(message, to=reader_name(order.reader))
 
     def _look_again(self) -> None:
         self._looking = False

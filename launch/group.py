@@ -45,6 +45,7 @@ from protocol.messages import (
     TraceStopped,
 )
 from protocol.shards import Shards
+from protocol.specs import reader_name
 from protocol.trace import merge
 from protocol.transport import Channel
 from protocol.wire import MalformedMessage, Message, decode
@@ -294,7 +295,7 @@ class ProcessGroup:
                 self.facts.update(facts)
                 self._on_progress(process, "ready", 1.0)
             case ReaderStuck(reader, incarnation, seconds):
-                self._on_line(f"reader-{reader}", f"no answer for {seconds:.0f} s; replacing it")
+                self._on_line(reader_name(reader), f"no answer for {seconds:.0f} s; replacing it")
                 self._processes.kill_reader(reader, incarnation)
             case StatsReply(request, process, found):
                 if request in self._stats:

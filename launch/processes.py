@@ -19,6 +19,7 @@ from launch.memory import available_memory, oom_kills
 from launch.options import format_size
 from launch.silence import is_stopped
 from protocol.errors import HeadraceError, ProcessDied, refused_by_machine
+from protocol.specs import reader_name
 from protocol.wire import Message
 
 READER_RESTARTS = 5
@@ -33,11 +34,6 @@ ASKED_TOO_S = 0.5
 
 # module, spec, inherited descriptors
 Launch = tuple[str, Message, tuple[int, ...]]
-
-
-def reader_name(reader: int) -> str:
-    """The process name of reader number `reader`."""
-    return f"reader-{reader}"
 
 
 class Processes:

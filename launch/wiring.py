@@ -14,12 +14,18 @@ from typing import Self
 
 from launch.memory import MemoryPlan
 from launch.options import GroupOptions, format_size
-from launch.processes import Launch, reader_name
+from launch.processes import Launch
 from launch.runtime_directory import RuntimeDirectory
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError
 from protocol.layouts import Arena, Directory, EngramRing, Progress
-from protocol.specs import ComputeSpec, EngramServiceSpec, ExpertServiceSpec, ReaderSpec
+from protocol.specs import (
+    ComputeSpec,
+    EngramServiceSpec,
+    ExpertServiceSpec,
+    ReaderSpec,
+    reader_name,
+)
 
 # One block for the chunk being computed and one for the chunk asked for ahead of it.
 RING_BLOCKS = 2

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from protocol.wire import Message, message
 
 
+def reader_name(reader: int) -> str:
+    """The process name of reader number `reader`, and what its sockets are called."""
+    return f"reader-{reader}"
+
+
 @message(100)
 @dataclass(frozen=True, slots=True)
 class ReaderSpec(Message):

@@ -37,7 +37,7 @@ from protocol.messages import (
     Stop,
     TraceStopped,
 )
-from protocol.specs import ExpertServiceSpec, ReaderSpec
+from protocol.specs import ExpertServiceSpec, ReaderSpec, reader_name
 from protocol.transport import Channel
 from protocol.wire import Message
 
@@ -176,7 +176,7 @@ class ExpertGroup:
             self.faults if faults is None else faults,
             "",
         )
-        name = f"reader-{reader}"
+        name = reader_name(reader)
         self.children[name] = spawn_child("expert_io.reader", spec, (self.arena.fd,), name)
 
     def bury(self, name: str) -> int:
