@@ -181,8 +181,11 @@ class Residency:
             self._scheduler.pace.landed(now)
         return outcome
 
-    def failed(self, number: int, reader: int, reason: str) -> Outcome:
+    def failed(self, number: int, reader: int, reason: str, now: float = 0.0) -> Outcome:
         """The piece of this order cannot be read."""
+        # Whoever found the expert whole, since a reader died that had read the piece, has no use
+        # for the failure.
+        self._close_demands(now)
         order = self.queue.take_back(number, reader)
         if order is None:
             return Outcome()

@@ -255,10 +255,8 @@ def test_a_long_answer_gets_slower_or_larger_the_longer_it_gets(tmp_path: Path) 
     usual = accounts[100].a_step_until(accounts[500])
     at_last = accounts[800].a_step_until(accounts[999])
     assert usual[counters.DEMAND_MISSES] > 2
-    # What grew with the answer would be three times as much; a processor whose other half is busy
-    # makes a third more.
     for name, amount in usual.items():
-        assert at_last[name] < 1.7 * amount, name
+        assert at_last[name] < 1.3 * amount, name
     for name, size in accounts[500].memory.items():
         assert idle.memory[name] - size < GROWTH_BYTES, name
     assert idle.queued == 0
