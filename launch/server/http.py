@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -19,16 +21,23 @@ from protocol.errors import ResourceError
 GOODBYE_S = 1
 # What the head of a request may take to come, which is a kilobyte.
 HEAD_SECONDS = 30.0
+# Connections over the bound that are still told so; further ones are closed unheard.
+TOLD = 8
+# What replacing readers, traces and snapshots have open for a moment.
+RESERVED_FILES = 16
 
 
 class _Protocol(H11Protocol):
-    """A connection on which no whole request head comes would keep its place for ever."""
+    """A connection on which no whole request head comes would keep its place for ever, and uvicorn
+    counts connections only as a request comes."""
 
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
+        if len(self.connections) >= (self.limit_concurrency or 0) + TOLD:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -66,6 +75,9 @@ async def running_server(
     """Serve `engine`; gives the address. `log` gets a line for each answer. Raises ResourceError
     where the address cannot be bound."""
     app = build_app(engine, options, log)
+    most = _most_connections(options.max_connections)
+    if most < options.max_connections:
+        log(f"connections: {most} at most; more need more open files (ulimit -n 4096)")
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -73,7 +85,8 @@ async def running_server(
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=GOODBYE_S,
-        limit_concurrency=options.max_connections,
+        # uvicorn refuses the one that makes this many.
+        limit_concurrency=most + 1,
         server_header=False,
     )
     server = _Server(config)
@@ -91,6 +104,13 @@ async def running_server(
         app.state.service.stop()
         server.should_exit = True
         await asyncio.wait((serving,))
+
+
+def _most_connections(wanted: int) -> int:
+    """As many as leave the group the files that it needs to go on."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = allowed - len(os.listdir("/proc/self/fd"))
+    return max(1, min(wanted, free - TOLD - RESERVED_FILES))
 
 
 def _listen(options: ServerOptions) -> socket.socket:

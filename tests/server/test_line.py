@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -180,6 +181,23 @@ async def test_a_request_head_that_never_ends_keeps_its_place(monkeypatch: Any) 
         engine.gate.release()
         assert b"[DONE]" in await answered.readuntil(b"[DONE]")
         answering.close()
+
+
+@in_loop
+async def test_connections_without_a_request_are_not_counted() -> None:
+    async with serving(FakeEngine("x"), max_connections=2) as served:
+        first = await asyncio.open_connection(*served.host_port)
+        # As many as are allowed, this one among them.
+        assert (await served.http.get("/health")).status_code == 200
+        idle = [await asyncio.open_connection(*served.host_port) for _ in range(http.TOLD)]
+        assert (await served.http.get("/health")).status_code == 503
+        over = [await asyncio.open_connection(*served.host_port) for _ in range(8)]
+        # The first has the place of the connection that 503 closed.
+        for reader, _ in over[1:]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        for _, writer in (first, *idle, *over):
+            writer.close()
 
 
 @in_loop

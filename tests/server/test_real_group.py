@@ -3,8 +3,10 @@ random, so its text is noise; what is tested is that noise comes through whole."
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -276,3 +278,22 @@ def test_compute_killed_ends_the_server_with_one_line() -> None:
         assert server.process.wait(5) == 5
         assert server.process.stderr is not None
         assert "compute ended: killed by SIGKILL" in server.process.stderr.read()
+
+
+def test_idle_connections_leave_no_file_to_replace_a_reader_with() -> None:
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+    try:
+        with real_server() as server, contextlib.ExitStack() as idle:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+            for _ in range(100):
+                address = ("127.0.0.1", server.http.base_url.port)
+                idle.enter_context(socket.create_connection(address))
+            os.kill(server.child("expert_io.reader"), signal.SIGKILL)
+            assert server.process.stderr is not None
+            said = next(line for line in server.process.stderr if "SIGKILL" in line)
+            assert said.endswith(": killed by SIGKILL; replaced\n")
+            idle.close()
+            assert ask(server).usage.completion_tokens == 8
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
