@@ -2,7 +2,7 @@
 
 One thread talks (asyncio on uvloop), one reads; requests are served in the order they came, and the
 layer that compute reaches first is served first. A read that fails fails its request and nothing
-else. Started by the supervisor as `python -m engram_io.service FD`.
+else. Started by the supervisor as `python -m protocol engram_io.service PIPE PARENT_PID`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Promises: writes only where an order says, between its arrival and its answer; every order is
 answered; a NaN among the scales fails the read, since it would poison every later token. Started by
-the supervisor as `python -m expert_io.reader PIPE PARENT_PID`.
+the supervisor as `python -m protocol expert_io.reader PIPE PARENT_PID`.
 """
 
 from __future__ import annotations

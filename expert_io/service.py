@@ -2,7 +2,7 @@
 
 Wires `Residency` to three sockets (compute, readers, supervisor) and decides nothing itself. A
 malformed or senseless message is counted and dropped. Started by the supervisor as
-`python -m expert_io.service PIPE PARENT_PID`.
+`python -m protocol expert_io.service PIPE PARENT_PID`.
 """
 
 from __future__ import annotations

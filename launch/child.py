@@ -72,7 +72,7 @@ def spawn_child(
     on_line: Callable[[str, str], None] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Child:
-    """Start `python -m module` with `spec`, inheriting `pass_fds` under the same numbers.
+    """Start `python -m protocol module` with `spec`, inheriting `pass_fds` under the same numbers.
 
     `on_line(name, line)` is called from another thread for every line it writes to stderr, but for
     the one that says why it ends.
@@ -92,7 +92,7 @@ def spawn_child(
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(receiving), str(os.getpid())],
+            [sys.executable, "-m", "protocol", module, str(receiving), str(os.getpid())],
             pass_fds=(receiving, *pass_fds),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -47,7 +47,7 @@ from protocol.messages import (
 from protocol.shards import Shards
 from protocol.specs import reader_name
 from protocol.trace import merge
-from protocol.transport import Channel
+from protocol.transport import Channel, require_threads
 from protocol.wire import MalformedMessage, Message, decode
 
 Event = PrefillProgress | TokenEvent | Finished
@@ -113,6 +113,7 @@ class ProcessGroup:
         )
         self.plan: MemoryPlan = plan_memory(self.config, self.options, slices.slot_bytes)
         check_pinned(self.options.pinned, self.config, self.plan.slots)
+        require_threads()
         self._runtime = RuntimeDirectory.create(self.options.runtime_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._regions: Regions | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from typing import Literal
 
@@ -75,6 +76,12 @@ def failure(kind: FailureKind, text: str) -> HeadraceError:
     return _FAILURES.get(kind, HeadraceError)(text)
 
 
+# Python's words, and those of a library that panics.
+_NO_THREAD = re.compile("can't start new thread|ThreadPoolBuildError")
+# The loader's, where a library's file has no room.
+_NOT_LOADED = "failed to map segment"
+
+
 def refused_by_machine(error: BaseException) -> ResourceError | None:
     """What a limit or a full disk made fail anywhere, in words to act on; None for other errors."""
     code = getattr(error, "errno", None)
@@ -87,10 +94,10 @@ def refused_by_machine(error: BaseException) -> ResourceError | None:
     if code == errno.ENAMETOOLONG:
         place = getattr(error, "filename", None) or "a file"
         return ResourceError(f"{place!s:.60}…: the name is too long for a file; give a shorter one")
-    if code == errno.EAGAIN or "can't start new thread" in str(error):
+    if code == errno.EAGAIN or _NO_THREAD.search(str(error)):
         return ResourceError(
-            "no further process or thread can be started; raise the limit (ulimit -u, pids.max)"
+            "no further process or thread can be started; raise the limit (ulimit -u, -v, pids.max)"
         )
-    if code == errno.ENOMEM or isinstance(error, MemoryError):
+    if code == errno.ENOMEM or isinstance(error, MemoryError) or _NOT_LOADED in str(error):
         return ResourceError("memory cannot be had; ask for a smaller --cache, or raise ulimit -v")
     return None

@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar
 
 from protocol.errors import HeadraceError, refused_by_machine
 from protocol.specs import SPECS
+from protocol.transport import require_threads
 from protocol.wire import MalformedMessage, Message, decode
 
 SPEC_TIMEOUT_S = 10.0
@@ -30,7 +31,7 @@ S = TypeVar("S", bound=Message)
 
 
 def run_child(kind: type[S], serve: Callable[[S], None]) -> NoReturn:
-    """Run `serve(spec)` as the whole life of `python -m MODULE PIPE PARENT_PID`.
+    """Run `serve(spec)` as the whole life of `python -m protocol MODULE PIPE PARENT_PID`.
 
     PIPE is the inherited read end of a pipe: first a 4-byte little-endian length and the spec's
     frame, then nothing until the parent ends.
@@ -46,14 +47,22 @@ def run_child(kind: type[S], serve: Callable[[S], None]) -> NoReturn:
         threading.Thread(
             target=_watch_parent, args=(pipe,), daemon=True, name="parent-watch"
         ).start()
+        require_threads()
         serve(spec)
-        code = 0
-    except HeadraceError as error:
+    except BaseException as error:  # a library's panic is no Exception
+        end_child(error)
+    end_child(None)
+
+
+def end_child(error: BaseException | None) -> NoReturn:
+    """End this process, with `error` as its last words and its exit code."""
+    code = 0
+    if isinstance(error, HeadraceError):
         print(f"{LAST_WORDS}{error}", file=sys.stderr)
         code = error.exit_code
-    except Exception as error:
+    elif error is not None:
         if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exc()
+            traceback.print_exception(error)
         refused = refused_by_machine(error)
         print(f"{LAST_WORDS}{refused or describe(error)}", file=sys.stderr)
         code = refused.exit_code if refused else 1

@@ -7,6 +7,7 @@ without bound; a send never blocks; a malformed frame is counted and dropped.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from protocol.wire import MalformedMessage, Message, decode
 
 # Messages queued a peer. A layer sends two; a peer a thousand behind is stuck, not slow.
 HIGH_WATER_MARK = 1000
+# Of a context: one for its sockets' bytes and one that closes them.
+CONTEXT_THREADS = 2
 # sockaddr_un holds 108 bytes with the final zero.
 IPC_PATH_LIMIT = 107
 
@@ -158,6 +161,19 @@ class Channel:
     def _reject(self, sender: str, reason: str) -> None:
         self.malformed += 1
         self.last_malformed = f"from {sender or 'the peer'}: {reason}"
+
+
+def require_threads() -> None:
+    """Raise RuntimeError where a context could not start its threads: ZeroMQ ends the process."""
+    over = threading.Event()
+    tried = [threading.Thread(target=over.wait) for _ in range(CONTEXT_THREADS)]
+    try:
+        for thread in tried:
+            thread.start()
+    finally:
+        over.set()
+    for thread in tried:
+        thread.join()
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

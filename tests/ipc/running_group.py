@@ -254,7 +254,7 @@ def children_of(pid: int) -> list[int]:
 def child_name(pid: int) -> str:
     """The module that a child of the group runs, or nothing."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return words[2].decode() if len(words) > 2 and words[1] == b"-m" else ""
+    return words[3].decode() if words[1:3] == [b"-m", b"protocol"] else ""
 
 
 def all_pids() -> list[int]:

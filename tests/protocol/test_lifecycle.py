@@ -30,12 +30,19 @@ def serve(spec):
     match {behaviour!r}:
         case "error": raise CheckpointError("shard 2: is broken")
         case "bug": [][1]
+        case "panic": raise BaseException("pool: ThreadPoolBuildError {{ kind: IOError }}")
         case "wait":
             import signal
             signal.pause()
 
+if {behaviour!r} == "few threads":
+    import resource, threading
+    threading.stack_size(1 << 28)
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * (1 << 27),) * 2)
 run_child(ReaderSpec, serve)
 """
+NO_THREAD = "error: no further process or thread can be started; raise the limit (ulimit"
 
 
 class Started:
@@ -103,6 +110,37 @@ def test_the_traceback_is_there_for_who_asks() -> None:
     assert "Traceback" in child.end()[1]
 
 
+@pytest.mark.parametrize("behaviour", ["panic", "few threads"])
+def test_threads_that_cannot_be_started_end_the_process_within_a_library(behaviour: str) -> None:
+    child = Started(behaviour)
+    child.spec(READER)
+    code, said = child.end()
+    assert code == 4 and said.startswith(NO_THREAD) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "module, code, complaint",
+    [
+        ("raise ImportError('libx.so: failed to map segment from shared object')", 4, "memory"),
+        ("import nothing_of_that_name", 1, "internal error: ModuleNotFoundError"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_prints_a_traceback(
+    tmp_path: Path, module: str, code: int, complaint: str
+) -> None:
+    (tmp_path / "short_of_room.py").write_text(module)
+    ended = subprocess.run(
+        [sys.executable, "-m", "protocol", "short_of_room", "3", "4"],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.returncode == code and ended.stderr.startswith(f"error: {complaint}")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_it_ends_when_its_parents_pipe_closes() -> None:
     child = Started("wait")
     child.spec(READER)
@@ -157,7 +195,7 @@ def test_a_parent_that_died_before_the_start_leaves_no_orphan() -> None:
 
 def test_a_person_who_starts_a_child_is_told_what_to_start() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "expert_io.reader"],
+        [sys.executable, "-m", "protocol", "expert_io.reader"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
