@@ -54,7 +54,7 @@ def identity_of(checkpoint: Path, *arithmetic: object) -> str:
     The shards count by name, size and time of change: reading 475 GiB to know them is no option.
     """
     digest = hashlib.sha256(repr((FORMAT, *arithmetic)).encode())
-    for path in sorted(checkpoint.iterdir()):
+    for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):
         if path.suffix == ".json":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         elif path.suffix == ".safetensors" and path.name != PREDICTOR_NAME:

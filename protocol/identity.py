@@ -13,6 +13,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from protocol.config import require_file
 from protocol.errors import CheckpointError
 from protocol.shards import INDEX_NAME
 
@@ -30,9 +31,11 @@ def checkpoint_identity(directory: Path) -> str:
     try:
         for name in ("config.json", INDEX_NAME):
             path = directory / name
+            require_file(path)
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         for path in sorted(directory.glob("*.safetensors")):
             if path.name != PREDICTOR_NAME:
+                require_file(path)
                 digest.update(path.name.encode() + b"\0" + _sampled(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

@@ -13,6 +13,7 @@ from compute.kept_states import KeptState, KeptStates
 from compute.sequence import SequenceState
 from compute.snapshots import SUFFIX, Snapshots, identity_of
 from protocol.errors import ResourceError
+from tests.faults import damage
 from tests.golden.cases import MINI
 from tests.golden.harness import config
 
@@ -184,6 +185,16 @@ def test_identity_changes_with_the_checkpoint_and_the_arithmetic(tmp_path: Path)
     shard = next(copy.glob("*.safetensors"))
     os.utime(shard, (1, 1))
     assert identity_of(copy, "cpu", 512) != first
+
+
+@pytest.mark.timeout(10)
+def test_what_is_no_file_beside_the_shards_says_nothing_of_the_model(tmp_path: Path) -> None:
+    copy = damage.copy_of_mini(tmp_path)
+    before = identity_of(copy, "cpu")
+    (copy / "notes.json").mkdir()
+    os.mkfifo(copy / "pipe.json")
+    (copy / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    assert identity_of(copy, "cpu") == before
 
 
 def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
