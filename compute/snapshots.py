@@ -82,7 +82,7 @@ class Snapshots:
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
         self._jobs: queue.Queue[KeptState | None] = queue.Queue(WAITING)
-        self.refused = self.dropped = self.written = self.restored = 0
+        self.refused = self.dropped = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             directory.chmod(0o700)
@@ -131,7 +131,6 @@ class Snapshots:
                 continue
             with contextlib.suppress(OSError):
                 os.utime(entry.path)
-            self.restored += 1
             return state
         return None
 
@@ -149,6 +148,8 @@ class Snapshots:
             require_file(path, Refused)
             with safe_open(path, framework="np") as file:
                 tokens = file.get_tensor("tokens").astype(np.int32)
+                if tokens.ndim != 1:
+                    raise Refused("its tokens are not one after another")
                 self._entries[path.name] = _Entry(path, tokens, "logits" in file.keys())  # noqa: SIM118
         except _UNUSABLE as error:
             self._refuse(path.name, path, error)
@@ -237,7 +238,6 @@ class Snapshots:
             partial.unlink(missing_ok=True)
         with self._lock:
             self._entries[name] = _Entry(path, tokens, state.logits is not None)
-        self.written += 1
 
     def _make_room(self, nbytes: int, name: str) -> None:
         """Remove files, of other models too, until `nbytes` more fit."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from compute.kept_states import KeptState, KeptStates
 from compute.sequence import SequenceState
@@ -129,12 +130,18 @@ def _tokens(path: Path) -> None:
     path.write_bytes(data[:at] + bytes([9]) + data[at + 1 :])
 
 
+def _tokens_without_a_length(path: Path) -> None:
+    save_file({"tokens": torch.tensor(7, dtype=torch.int32)}, path)
+
+
 def _pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("damage", [_flip, _cut, _empty, _noise, _tokens, _pipe])
+@pytest.mark.parametrize(
+    "damage", [_flip, _cut, _empty, _noise, _tokens, _tokens_without_a_length, _pipe]
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_damaged_file_is_refused_and_removed(
     tmp_path: Path, damage: Callable[[Path], None], late: bool, capfd: pytest.CaptureFixture[str]
