@@ -7,6 +7,7 @@ gives the same numbers as running its tokens again in the same chunks.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class KeptStates:
         self, tokens: Sequence[int], state: SequenceState, logits: torch.Tensor | None = None
     ) -> None:
         """Copy `state`, which has run the first `state.length` of `tokens`. One that does not fit
-        the budget by itself is not kept."""
+        the budget by itself, or the memory there is, is not kept: keeping is only a saving."""
         key = tuple(tokens[: state.length])
         if not state.usable or not key:
             return
@@ -64,11 +65,13 @@ class KeptStates:
             return
         if nbytes > self._budget:
             return
-        snapshot = {
-            name: value.cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in state.snapshot().items()
-        }
-        held = logits.cpu() if logits is not None else None
+        try:
+            snapshot = state.snapshot()
+            held = logits.cpu() if logits is not None else None
+        except (MemoryError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0] or "no memory left"
+            print(f"a sequence state was not kept ({reason})", file=sys.stderr, flush=True)
+            return
         kept = KeptState(key, snapshot, held, nbytes)
         self._remember(kept)
         if self._store is not None:
@@ -96,11 +99,6 @@ class KeptStates:
     def common_prefix(self, prompt: Sequence[int]) -> int:
         """How many first tokens of `prompt` some kept state shares: where reuse has to stop."""
         return max((_common(state.tokens, prompt) for state in self._states.values()), default=0)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._states.clear()
-        self.nbytes = 0
 
     def close(self) -> None:
         """Let the store finish what it is writing."""

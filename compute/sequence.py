@@ -140,9 +140,9 @@ class SequenceState:
 
     @torch.inference_mode()
     def snapshot(self) -> dict[str, torch.Tensor | int]:
-        """A copy of everything, as plain tensors and ints, unaffected by later passes."""
+        """A copy of everything in the host's memory, as plain tensors and ints."""
         copy: dict[str, torch.Tensor | int] = {
-            name: tensor.clone() for name, tensor in self._tensors().items()
+            name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()
         }
         copy["length"] = self.length
         copy["last_key_source"] = -1 if self.last_key_source is None else self.last_key_source

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from compute import generation
+from compute.sequence import SequenceState
 from compute.text import TokenBytes
 from protocol import counters
 from protocol.errors import ReadError, StallError
@@ -312,9 +313,21 @@ def test_kept_states_stay_within_their_bytes_and_the_oldest_goes():
         assert 0 < rig.kept.nbytes <= 400_000
     assert finished(rig.run(request([3, 4, 5], max_tokens=1))).reused_tokens == 0
     assert finished(rig.run(request([14, 15, 16], max_tokens=1))).reused_tokens == 3
-    rig.kept.clear()
-    assert rig.kept.nbytes == 0
-    assert finished(rig.run(request([14, 15, 16], max_tokens=1))).reused_tokens == 0
+
+
+def test_a_state_that_memory_has_no_room_for_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(_: SequenceState) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 3 GiB")
+
+    monkeypatch.setattr(SequenceState, "snapshot", no_room)
+    rig = Rig(script=[20, 21, EOS])
+    for _ in range(2):
+        events = rig.run(request([3]))
+        assert tokens_of(events) == [20, 21, EOS] and finished(events).reused_tokens == 0
+    said = capfd.readouterr().err.splitlines()
+    assert said and all("sequence state" in line and "out of memory" in line for line in said)
 
 
 def test_a_state_larger_than_the_budget_is_not_kept():
