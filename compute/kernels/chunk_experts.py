@@ -28,6 +28,7 @@ from compute.kernels.numeric import (
     power_of_two,
     round_trip_e4m3,
     swiglu,
+    swiglu_bound,
     to_bf16,
 )
 
@@ -280,7 +281,7 @@ def gate_up(
     grid = (triton.cdiv(2 * intermediate, tile.rows), len(work))
     _gate_up[grid](
         _described(vectors, tile), work, weights, inner, intermediate,
-        limit if limit > 0 else float("inf"), K=hidden, INNER=inner.shape[1],
+        swiglu_bound(limit), K=hidden, INNER=inner.shape[1],
         ROWS=tile.rows, PICKS=tile.picks, STAGES=tile.stages, WARPS=tile.warps,
         num_warps=tile.warps,
     )  # fmt: skip

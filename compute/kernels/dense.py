@@ -26,6 +26,7 @@ from compute.kernels.numeric import (
     release_next,
     round_trip_e4m3,
     swiglu,
+    swiglu_bound,
     to_bf16,
     wait_for_previous,
 )
@@ -335,7 +336,7 @@ def fp8_gate_up(
     """
     tokens, (rows, columns) = _check_tokens(x), gate.shape
     _fp8_gate_up[(tokens, triton.cdiv(rows, tile.rows))](
-        x, x.stride(0), gate, gate_scale, up, up_scale, out, rows, limit,
+        x, x.stride(0), gate, gate_scale, up, up_scale, out, rows, swiglu_bound(limit),
         K=columns, ROWS=tile.rows, DEPTH=tile.depth,
         num_warps=tile.warps, **PDL,
     )  # fmt: skip

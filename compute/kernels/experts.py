@@ -26,11 +26,10 @@ from compute.kernels.numeric import (
     power_of_two,
     release_next,
     swiglu,
+    swiglu_bound,
     wait_for_previous,
 )
 
-#: Addresses a pick has in the table.
-ADDRESSES = 6
 #: What every address must be a multiple of, in bytes.
 ALIGNMENT = 16
 
@@ -174,9 +173,9 @@ def experts_gate_up(
     """
     tokens, (picks, rows) = x.sums.shape[0], out.shape
     _gate_up[(triton.cdiv(rows, tile.rows), picks)](
-        x.bytes, x.bytes.stride(0), x.sums, x.scales, table, weights, out, rows, limit,
-        picks // tokens, K=x.sums.shape[1] * 32, ROWS=tile.rows, WORDS=tile.depth,
-        num_warps=tile.warps, **PDL,
+        x.bytes, x.bytes.stride(0), x.sums, x.scales, table, weights, out, rows,
+        swiglu_bound(limit), picks // tokens,
+        K=x.sums.shape[1] * 32, ROWS=tile.rows, WORDS=tile.depth, num_warps=tile.warps, **PDL,
     )  # fmt: skip
 
 

@@ -182,6 +182,11 @@ def swiglu(gate, up, limit):
     return gate * sigmoid(gate) * up
 
 
+def swiglu_bound(limit: float) -> float:
+    """What `swiglu` takes for the model's limit, which means none at 0 and below."""
+    return limit if limit > 0 else float("inf")
+
+
 @triton.jit
 def decode_e4m3(codes):
     """fp32 of uint8 e4m3 `codes`: shifted into place, then rescaled. For the interpreter."""

@@ -99,7 +99,13 @@ def test_bf16_product_keeps_fp32_sums(tokens: int, rows: int, columns: int, spli
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "limit"),
-    [(1, 64, 96, 10.0), (2, 32, 160, 0.5), wide(1, 2304, 5120, 10.0), wide(5, 2304, 5120, 0.5)],
+    [
+        (1, 64, 96, 10.0),
+        (2, 32, 160, 0.5),
+        (1, 32, 96, 0.0),  # no limit
+        wide(1, 2304, 5120, 10.0),
+        wide(5, 2304, 5120, 0.5),
+    ],
 )
 def test_shared_expert_clamps_and_rounds_for_its_down_product(
     tokens: int, rows: int, columns: int, limit: float
@@ -182,6 +188,7 @@ def test_gates_norm_their_token_and_leave_it_for_the_experts(
 EXPERT_SIZES = [
     (1, 2, 160, 64, 10.0),
     (2, 1, 96, 32, 0.5),
+    (1, 1, 96, 32, 0.0),  # no limit
     wide(1, 6, 5120, 2304, 10.0),
     wide(3, 6, 5120, 2304, 0.5),
 ]
