@@ -116,8 +116,10 @@ class Reader:
             0 <= order.arena_offset < end <= len(self._memory)
             and 0 <= order.file < len(self._spec.files)
             and order.offset >= 0
+            and 0 < order.needed <= order.length
             and 0 <= order.slot < self._arena.slots
             and 0 <= order.piece < self._arena.pieces
+            and len(order.scales) % 2 == 0
             and all(order.arena_offset <= at <= end for at in order.scales)
         ):
             raise ReadError(f"read order {order.order} points outside the arena or the files")

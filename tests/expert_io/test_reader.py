@@ -1,0 +1,113 @@
+"""Symptoms: a reader that an order ends, or that writes where no order may."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from expert_io.reader import Reader
+from expert_io.slices import BLOCK
+from protocol.layouts import Arena
+from protocol.messages import ReadDone, ReaderHello, ReadFailed, ReadOrder, Ready, Stop
+from protocol.specs import ReaderSpec, reader_name
+from protocol.transport import Channel
+from protocol.wire import Message
+
+WAIT_S = 10.0
+NAME = reader_name(0)
+CONTENT = bytes(range(200)) * (2 * BLOCK // 200) + b"\1" * (2 * BLOCK % 200)
+GOOD = ReadOrder(
+    order=1, file=0, offset=0, length=2 * BLOCK, needed=2 * BLOCK, arena_offset=0,
+    scales=[16, 32], slot=0, piece=0, generation=7, lane=0, layer=0, expert=0,
+)  # fmt: skip
+
+
+class Reading:
+    """A reader in a thread over an arena of two slots, and both ends it talks to."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "shard"
+        path.write_bytes(CONTENT)
+        self.arena = Arena.create(slots=2, slot_bytes=2 * BLOCK, pieces=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        ends = [f"ipc://{directory}/{name}" for name in ("control", "orders")]
+        self._control = Channel.bind(self._context, ends[0], [Ready])
+        self._orders = Channel.bind(self._context, ends[1], [ReaderHello, ReadDone, ReadFailed])
+        spec = ReaderSpec(0, 0, 1, *ends, [str(path)], os.dup(self.arena.fd), False, 0, 0, "", "")
+        self._theirs = (
+            Channel.connect(self._context, ends[0], NAME, [Stop]),
+            Channel.connect(self._context, ends[1], NAME, [ReadOrder]),
+        )
+        self._reader = Reader(spec, *self._theirs)
+        self._thread = threading.Thread(target=self._reader.run)
+        self._thread.start()
+        assert isinstance(self._said(self._orders), ReaderHello)
+
+    def answer(self, order: ReadOrder) -> Message:
+        assert self._orders.send(order, to=NAME)
+        return self._said(self._orders)
+
+    def close(self) -> None:
+        self._control.send(Stop(), to=NAME)
+        self._thread.join(WAIT_S)
+        alive = self._thread.is_alive()
+        for channel in (self._control, self._orders, *self._theirs):
+            channel.close()
+        self._context.destroy(linger=0)
+        self.arena.close()
+        assert not alive
+
+    def _said(self, channel: Channel) -> Message:
+        received = channel.receive(WAIT_S)
+        assert received is not None, "the reader says nothing"
+        return received[1]
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Iterator[Reading]:
+    reading = Reading(tmp_path)
+    yield reading
+    reading.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arena_offset": -BLOCK},
+        {"arena_offset": 1 << 40},
+        {"length": 0},
+        {"length": -BLOCK},
+        {"length": 1 << 62},
+        {"needed": 2 * BLOCK + 1},
+        {"needed": -1},
+        {"file": 1},
+        {"file": -1},
+        {"offset": -BLOCK},
+        {"offset": (1 << 63) - BLOCK},
+        {"slot": 2},
+        {"slot": -1},
+        {"piece": 1},
+        {"piece": -1},
+        {"scales": [16]},
+        {"scales": [16, 2 * BLOCK + 1]},
+        {"scales": [-16, 16]},
+    ],
+    ids=str,
+)
+def test_a_senseless_order_is_answered_and_ends_no_reader(
+    reading: Reading, changes: dict[str, Any]
+) -> None:
+    answer = reading.answer(replace(GOOD, order=5, **changes))
+    assert isinstance(answer, ReadFailed) and answer.order == 5
+    assert not reading.arena.landed.any()
+    done = reading.answer(GOOD)
+    assert isinstance(done, ReadDone) and done.order == 1
+    assert reading.arena.data[0].tobytes() == CONTENT and not reading.arena.data[1].any()
+    assert reading.arena.landed.tolist() == [[7], [0]]
