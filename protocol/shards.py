@@ -23,6 +23,8 @@ from protocol.tensor_table import TensorSpec, expected_tensors
 INDEX_NAME = "model.safetensors.index.json"
 # The released 48 shards have headers under 1 MB; a larger figure is a damaged length field.
 MAX_HEADER_BYTES = 64 << 20
+# Of what a tensor's entry says, so that products of it stay numbers that can be shown.
+_LARGEST, _MOST_DIMENSIONS = 1 << 50, 8
 DTYPE_BITS = {
     "F8_E4M3": 8,
     "F8_E8M0": 8,
@@ -52,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """All tensors of a checkpoint by name; `ignored` are known files' tensors that no one needs."""
+    """All tensors of a checkpoint by name; `warnings` are lines about what is odd and harmless."""
 
     directory: Path
     config: ModelConfig
@@ -177,13 +179,19 @@ def _entry(path: Path, name: str, item: Any, base: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
         bits = DTYPE_BITS[dtype]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and end >= begin
+        numbers = (*shape, begin, end)
+        sound = all(type(n) is int and 0 <= n <= _LARGEST for n in numbers) and end >= begin
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
             f"{path}: {name} has a header entry without a known dtype, shape and data_offsets"
         ) from None
-    nbytes = math.prod(shape) * bits // 8 if sound else -1
-    if not sound or end - begin != nbytes:
+    if not sound or len(shape) > _MOST_DIMENSIONS:
+        raise CheckpointError(
+            f"{path}: {name} has data_offsets and a shape that no file could have; "
+            "fetch the file again"
+        )
+    nbytes = math.prod(shape) * bits // 8
+    if end - begin != nbytes:
         raise CheckpointError(
             f"{path}: {name} has data_offsets [{begin}, {end}], expected {nbytes} bytes "
             f"for {dtype} {list(shape)}"

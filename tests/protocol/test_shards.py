@@ -93,6 +93,8 @@ def _set(key: str, value: object) -> Callable[[Json], None]:
         (_set("shape", [32, 128]), "has shape [32, 128], expected [64, 64]"),
         (_set("shape", [64, 65]), "expected 4160 bytes"),
         (_set("shape", [-64, -64]), "has data_offsets"),
+        (_set("shape", [10**4000, 10**4000]), "has data_offsets"),
+        (_set("shape", [2] * 20_000), "has data_offsets"),
         (_set("shape", None), "without a known dtype"),
         (_set("data_offsets", [0, 1 << 40]), "expected 4096 bytes"),
         (_set("data_offsets", [1 << 40, (1 << 40) + 4096]), "cut short"),
