@@ -254,7 +254,7 @@ def _complete(directory: Directory, arena: Arena, layer: int, expert: int, word:
 
 
 class Progress(SharedRegion):
-    """How far compute has come. Written by compute; `words` int64 [PROGRESS_WORDS].
+    """How far compute has come. Written by compute; `words` int64 [COUNT].
 
     `epoch` grows whenever compute holds no slot: once it has passed the value the service noted
     after taking an expert out of the directory, no one reads that slot. Both sides order their

@@ -1,7 +1,7 @@
 """What the supervisor tells each child at its start, through an inherited pipe.
 
-Everything a child needs is here, so that its command line is one descriptor number and nothing
-secret or long stands in a process list. Descriptors named `*_fd` are inherited.
+Everything a child needs is here, so that its command line names its module, a descriptor and its
+parent, and nothing secret or long stands in a process list. Descriptors named `*_fd` are inherited.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Message:
     CHECKS: ClassVar[tuple[tuple[str, Check], ...]] = ()
 
     def encode(self) -> bytes:
-        """The frame; raises MalformedMessage where this message would be refused on arrival."""
+        """The frame; raises MalformedMessage where a field cannot be packed or all are too long."""
         values = [getattr(self, name) for name, _ in self.CHECKS]
         try:
             frame: bytes = bytes((VERSION, self.CODE)) + msgpack.packb(values, use_bin_type=True)
