@@ -79,18 +79,11 @@ class NgramHash:
         """How many tokens before a position its n-grams reach back."""
         return int(self.multipliers.shape[1]) - 1
 
-    def rows(
-        self,
-        tokens: Sequence[int] | Int64,
-        history: Sequence[int] | Int64 = (),
-        dead: npt.NDArray[np.bool_] | None = None,
-    ) -> Int64:
+    def rows(self, tokens: Sequence[int] | Int64, history: Sequence[int] | Int64 = ()) -> Int64:
         """Rows of `tokens`, [N, T, rows_per_token], counted from the start of each layer's table.
 
         `history` are the tokens directly before, oldest first; what it lacks to `reach` lies before
-        the sequence. `dead` [len(history) + T] marks image tokens: they, and what lies behind one
-        as seen from a later token, count as padding. Raises IndexError for an id outside the
-        vocabulary.
+        the sequence. Raises IndexError for an id outside the vocabulary.
         """
         run = np.concatenate([np.asarray(history, np.int64), np.asarray(tokens, np.int64)])
         if run.size and (run.min() < 0 or run.max() >= len(self.classes)):
@@ -100,23 +93,14 @@ class NgramHash:
             )
         padding = np.full(self.reach, self.pad_class, np.int64)
         compressed = np.concatenate([padding, self.classes[run]])
-        alive = np.ones(len(compressed), bool)
-        if dead is not None:
-            alive[self.reach :] = ~dead
-        first, count = self.reach + len(history), len(tokens)
-        return self._hash(compressed, alive, first, count)
+        return self._hash(compressed, self.reach + len(history), len(tokens))
 
-    def _hash(
-        self, compressed: Int64, alive: npt.NDArray[np.bool_], first: int, count: int
-    ) -> Int64:
+    def _hash(self, compressed: Int64, first: int, count: int) -> Int64:
         layers, lengths, heads = self.primes.shape
         rows = np.empty((layers, count, lengths, heads), np.int64)
         mixed = np.zeros((layers, count), np.int64)
-        reachable = np.ones(count, bool)
         for back in range(self.reach + 1):
-            window = slice(first - back, first - back + count)
-            reachable &= alive[window]
-            seen = np.where(reachable, compressed[window], self.pad_class)
+            seen = compressed[first - back : first - back + count]
             mixed ^= seen * self.multipliers[:, back, None]
             if back:
                 length = self.primes[:, None, back - 1, :]

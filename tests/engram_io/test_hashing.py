@@ -105,26 +105,6 @@ def test_released_rows_equal_the_reference(
     np.testing.assert_array_equal(by_position(real.rows(ids)), real_data[f"{text}.hash_ids"])
 
 
-@pytest.mark.parametrize("text", range(5))
-def test_image_tokens_are_dead_in_the_hash(
-    real: NgramHash, real_data: dict[str, npt.NDArray[np.int64]], text: int
-) -> None:
-    ids, dead = real_data[f"{text}.ids"], ~real_data[f"{text}.mask"].astype(bool)
-    masked = by_position(real.rows(ids, dead=dead))
-    np.testing.assert_array_equal(masked, real_data[f"{text}.hash_ids_masked"])
-    assert (masked != real_data[f"{text}.hash_ids"]).any()
-
-
-def test_dead_history_counts_when_the_sequence_is_split(
-    real: NgramHash, real_data: dict[str, npt.NDArray[np.int64]]
-) -> None:
-    ids, dead = real_data["2.ids"], ~real_data["2.mask"].astype(bool)
-    whole = real.rows(ids, dead=dead)
-    for cut in range(3, len(ids)):
-        part = real.rows(ids[cut:], ids[cut - 3 : cut], dead[cut - 3 :])
-        np.testing.assert_array_equal(part, whole[:, cut:])
-
-
 @pytest.mark.parametrize("sizes", [(9,), (4, 5), (1,) * 9, (1, 2, 3, 3), (8, 1)])
 def test_rows_do_not_depend_on_where_a_chunk_ends(real: NgramHash, sizes: tuple[int, ...]) -> None:
     tokens = np.array([671, 4787, 13769, 46012, 54994, 1060, 270, 41638, 6397])
