@@ -57,6 +57,8 @@ class EngramService:
         self._stop = asyncio.Event()
         self._answers = ControlAnswers(control, NAME, self._tracer, self._figures, self._stop.set)
         self._reading = ThreadPoolExecutor(1, "engram-serve")
+        # Its thread now: one that cannot be started ends the start, and leaves no request waiting.
+        self._reading.submit(os.getpid)
         # Newest ticket of every ring block: an older one is no longer wanted by anyone.
         self._newest: dict[int, int] = {}
         # Written by the reading thread alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -31,6 +32,16 @@ def checkpoint(tmp_path: Path) -> Path:
 def shard_of(checkpoint: Path, tensor: str) -> Path:
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
     return checkpoint / str(index["weight_map"][tensor])
+
+
+def test_a_thread_that_cannot_be_started_leaves_a_request_without_an_answer() -> None:
+    with EngramProcess() as engram:
+        pid = engram.process.pid
+        taken = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        # Too little for a thread's stack.
+        resource.prlimit(pid, resource.RLIMIT_AS, (taken + (4 << 20),) * 2)
+        engram.ask(0, [5, 6])
+        assert engram.answers(0) == [EngramReady(0, 0), EngramReady(0, 1)]
 
 
 def test_an_io_error_that_passes_is_not_seen_by_compute() -> None:
