@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from compute.bounded_wait import NAP_S, WAKE_S, BoundedWait
@@ -288,8 +287,3 @@ class ArenaExperts:
         for _, message in (first, *self._channel.drain()):
             if isinstance(message, DemandFailed) and message.demand in wanted:
                 raise ReadError(f"layer {layer} expert {message.expert}: {message.reason}")
-
-
-def resident_count(directory: Directory) -> int:
-    """How many experts the directory says are resident."""
-    return int(np.count_nonzero(directory.entry != ABSENT))

@@ -111,9 +111,6 @@ class Model:
             )
             for layer, of in enumerate(weights.layers)
         ]
-        if self.device.type == "cuda":
-            # Products accumulate in fp32 throughout; by default torch may add partial sums in bf16.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def new_state(self) -> SequenceState:
         """The state of a sequence without tokens."""

@@ -126,7 +126,7 @@ class EngramSource(Protocol):
 class Tracer(Protocol):
     """Where spans go; `protocol.trace` has the real one."""
 
-    def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """A context that measures `name`; `args` are shown beside it."""
         ...
 
@@ -136,5 +136,5 @@ class NullTracer:
 
     _nothing: AbstractContextManager[None] = nullcontext()
 
-    def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         return self._nothing

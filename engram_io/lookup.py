@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engram_io.block_reader import STALL_S, BlockReader
+from engram_io.block_reader import BlockReader
 from engram_io.hashing import NgramHash
 from engram_io.reader import BatchListener, ReadBlocks, RowReader
 from engram_io.row_cache import ABSENT, RowCache
@@ -53,7 +53,6 @@ class EngramLookup:
         depth: int = DEFAULT_DEPTH,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         direct: bool = True,
-        stall_s: float = STALL_S,
         on_batch: BatchListener = _ignore,
         wrap_reads: Callable[[ReadBlocks], ReadBlocks] = lambda read: read,
     ) -> None:
@@ -68,7 +67,7 @@ class EngramLookup:
         self.tables = locate_tables(shards, config)
         self._head_dim = config.engram_head_dim
         paths = [part.path for table in self.tables for part in (table.codes, table.scales)]
-        self.blocks = BlockReader(paths, depth, direct=direct, stall_s=stall_s)
+        self.blocks = BlockReader(paths, depth, direct=direct)
         self._reader = RowReader(self.blocks, self._count_batch, wrap_reads(self.blocks.read))
         self._on_batch = on_batch
         self._record_bytes = self._head_dim + self._head_dim // 32

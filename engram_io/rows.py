@@ -28,12 +28,11 @@ MERGE_SPAN = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class EngramTable:
-    """One engram layer's rows; `index` counts among the engram layers.
+    """The rows of engram layer `layer`.
 
     `codes` is e4m3 [rows, head_dim], `scales` e8m0 [rows, head_dim / 32].
     """
 
-    index: int
     layer: int
     codes: TensorEntry
     scales: TensorEntry
@@ -56,12 +55,11 @@ def locate_tables(shards: Shards, config: ModelConfig) -> list[EngramTable]:
     """The table of every engram layer, in layer order."""
     return [
         EngramTable(
-            index,
             layer,
             shards.tensors[f"layers.{layer}.engram.embed.weight"],
             shards.tensors[f"layers.{layer}.engram.embed.scale"],
         )
-        for index, layer in enumerate(config.engram_layer_ids)
+        for layer in config.engram_layer_ids
     ]
 
 

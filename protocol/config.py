@@ -103,12 +103,6 @@ class ModelConfig:
             return None
         return max(source for source in self.kv_source_layer_ids if source <= layer)
 
-    def index_source(self, layer: int) -> int | None:
-        """The layer whose choice of compressed rows `layer` uses; None for window-only layers."""
-        if self.compress_ratios[layer] == 0:
-            return None
-        return max(source for source in self.index_source_layer_ids if source <= layer)
-
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
         """Read and check `directory/config.json`; raises CheckpointError."""

@@ -203,7 +203,6 @@ class _Reader:
         require_file(path, UsageError)
         try:
             with path.open("rb") as file:
-                self._size = os.fstat(file.fileno()).st_size
                 self.header, self._begin = self._read_header(file)
         except OSError as error:
             raise UsageError(f"{path}: cannot be read ({error.strerror})") from None

@@ -60,9 +60,9 @@ class Tracer:
             self._file.close()
             self._file = None
 
-    def span(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """A context manager whose time becomes a span."""
-        return _NOTHING if self._file is None else _Span(self, name, track, args)
+        return _NOTHING if self._file is None else _Span(self, name, args)
 
     def complete(self, name: str, begin_ns: int, end_ns: int, track: str = "", **args: Any) -> None:
         """A span whose times were taken elsewhere (CLOCK_MONOTONIC nanoseconds)."""
@@ -114,17 +114,17 @@ class Tracer:
 class _Span(AbstractContextManager[None]):
     """A span from entry to exit; a generator in its place would cost twice as much."""
 
-    __slots__ = ("_args", "_begin", "_name", "_tracer", "_track")
+    __slots__ = ("_args", "_begin", "_name", "_tracer")
 
-    def __init__(self, tracer: Tracer, name: str, track: str, args: dict[str, Any]) -> None:
-        self._tracer, self._name, self._track, self._args = tracer, name, track, args
+    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
+        self._tracer, self._name, self._args = tracer, name, args
 
     def __enter__(self) -> None:
         self._begin = time.monotonic_ns()
 
     def __exit__(self, *_: object) -> None:
         end = time.monotonic_ns()
-        self._tracer.complete(self._name, self._begin, end, self._track, **self._args)
+        self._tracer.complete(self._name, self._begin, end, **self._args)
 
 
 @lru_cache(maxsize=256)

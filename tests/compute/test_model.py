@@ -236,7 +236,7 @@ def test_spans_cover_every_layers_work() -> None:
     seen: list[tuple[str, int]] = []
 
     class Spans:
-        def span(self, name: str, track: str = "", **args: int) -> AbstractContextManager[None]:
+        def span(self, name: str, **args: int) -> AbstractContextManager[None]:
             seen.append((name, args["layer"]))
             return nullcontext()
 

@@ -42,4 +42,4 @@ def write_table(directory: Path) -> TableOnDisk:
             f"{name}.scale", path, "F8_E8M0", scales.shape, CODES_AT + codes.nbytes, scales.nbytes
         ),
     )
-    return TableOnDisk(EngramTable(0, 1, *entries), codes, scales)
+    return TableOnDisk(EngramTable(1, *entries), codes, scales)

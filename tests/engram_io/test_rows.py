@@ -62,7 +62,7 @@ def test_tables_are_located_by_the_shard_headers() -> None:
 @pytest.mark.parametrize("row", [-1, 100, 1 << 40])
 def test_a_row_beyond_the_table_is_refused_with_its_size(row: int) -> None:
     entry = TensorEntry("layers.1.engram.embed.weight", Path("s"), "F8_E4M3", (100, 32), 0, 3200)
-    table = EngramTable(0, 1, entry, entry)
+    table = EngramTable(1, entry, entry)
     table.check(np.array([0, 99]))
     with pytest.raises(ReadError, match=f"embed.weight has 100 rows, row {row} was asked for"):
         table.check(np.sort(np.array([5, row])))

@@ -40,7 +40,6 @@ def test_each_layer_reads_the_source_nearest_before_it() -> None:
     config = ModelConfig.load(MINI)
     layers = range(config.num_hidden_layers)
     assert [config.kv_source(layer) for layer in layers] == [None, None, 2, 2, 2, 5, 5, 5]
-    assert [config.index_source(layer) for layer in layers] == [None, None, 2, 2, 2, 5, 6, 6]
 
 
 @pytest.mark.parametrize("key", sorted(_mini()["text_config"].keys() & set(ModelConfig.__slots__)))
