@@ -233,13 +233,13 @@ class Answer:
         """Run the prompt from where a kept state ends; returns the last token's logits [V]."""
         of, prompt = self._of, self._request.prompt
         self._state = of.model.new_state()
-        kept = of.kept.longest(prompt)
         logits: torch.Tensor | None = None
-        if kept is not None:
-            self._state.restore(kept.snapshot)
-            self.reused, logits = self._state.length, kept.logits
-        with of.tracer.span("reuse", reused=self.reused, common=of.kept.common_prefix(prompt)):
-            ends = self._chunk_ends()
+        with of.tracer.span("reuse"):
+            kept = of.kept.longest(prompt)
+            if kept is not None:
+                self._state.restore(kept.snapshot)
+                self.reused, logits = self._state.length, kept.logits
+        ends = self._chunk_ends()
         if ends:
             self._ask_rows(self.reused, ends[0])
         for index, end in enumerate(ends):

@@ -96,10 +96,6 @@ class KeptStates:
             self._states.move_to_end(best.tokens)
         return best
 
-    def common_prefix(self, prompt: Sequence[int]) -> int:
-        """How many first tokens of `prompt` some kept state shares: where reuse has to stop."""
-        return max((_common(state.tokens, prompt) for state in self._states.values()), default=0)
-
     def close(self) -> None:
         """Let the store finish what it is writing."""
         if self._store is not None:
@@ -117,12 +113,3 @@ class KeptStates:
 
     def _drop(self, key: tuple[int, ...]) -> None:
         self.nbytes -= self._states.pop(key).nbytes
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
