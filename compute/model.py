@@ -228,7 +228,7 @@ class Model:
             x = collapse_norm(streams, mixes.pre, weights.ffn_norm, eps)
             routing, counts, farther = self._route(layer, x)
         if self._routes is not None:
-            self._routes.routed(layer, x, routing, routing.picks.tolist())
+            self._routes.routed(layer, x, routing)
         with self._tracer.span("experts", layer=layer):
             y = self._experts_product(layer, x, routing, counts, farther)
             streams = write_back(y, streams, ffn_mixes)

@@ -96,17 +96,16 @@ class RouteRecorder:
         self._do(partial(self._entered, layer, streams, mixes))
         self._resumed = time.monotonic()
 
-    def routed(
-        self, layer: int, x: torch.Tensor, routing: Routing, picks: Sequence[Sequence[int]]
-    ) -> None:
-        """`layer` chose `picks` by bf16 `x` [T, D]; nothing of them has been fetched yet."""
+    def routed(self, layer: int, x: torch.Tensor, routing: Routing) -> None:
+        """`layer` chose by bf16 `x` [T, D]; nothing of what it picked has been fetched yet."""
         self._seconds[layer, 0] += time.monotonic() - self._resumed
+        picks = routing.picks.cpu().numpy()
         self._picks[layer] = picks
         self._kept_weights[layer] = routing.weights.cpu().numpy()
-        distinct = sorted({expert for chosen in picks for expert in chosen})
+        distinct = np.unique(picks).tolist()
         here = np.zeros(self.header.experts, np.bool_)
         here[distinct] = self._resident(layer, distinct)
-        self._was_resident[layer] = here[self._picks[layer]]
+        self._was_resident[layer] = here[picks]
         self._do(partial(self._routed, layer, x))
         self._resumed = time.monotonic()
 
