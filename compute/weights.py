@@ -143,8 +143,8 @@ class ModelWeights:
         """Read all dense weights to `device`; `progress(done, layers)` is called after each layer.
 
         `stored` keeps matrices as they are in the file, which kernels ask for: on CUDA by default.
-        Raises CheckpointError naming file and tensor: wrong dtype or shape, a NaN scale or code, a
-        file that ends early or cannot be read.
+        Raises CheckpointError naming file and tensor: a NaN scale or code, a file that ends early
+        or cannot be read.
         """
         config = shards.config
         stored = device.type == "cuda" if stored is None else stored
@@ -271,7 +271,8 @@ def _indexer(reader: _Reader, config: ModelConfig, layer: int) -> IndexerWeights
 
 
 class _Reader:
-    """Reads tensors of checked shards piece by piece into the form they are held in."""
+    """Reads tensors of shards, whose types and shapes are checked, piece by piece into the form
+    they are held in."""
 
     def __init__(self, shards: Shards, device: torch.device, stored: bool) -> None:
         self._shards = shards
@@ -288,7 +289,7 @@ class _Reader:
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A BF16 or F32 tensor."""
-        entry = self._entry(name)
+        entry = self._shards.tensors[name]
         dtype = dtype or _held_dtype(name, entry.dtype, self._stored)
         held = torch.empty(entry.shape, dtype=dtype, device=self._device)
         for begin, end, raw in self._pieces(entry):
@@ -298,7 +299,7 @@ class _Reader:
 
     def fp8(self, *bases: str) -> Fp8Weight:
         """The fp8 weights `bases` stacked by rows, each whole tiles."""
-        entries = [self._entry(f"{base}.weight") for base in bases]
+        entries = [self._shards.tensors[f"{base}.weight"] for base in bases]
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])
         dtype = torch.uint8 if self._stored else product_dtype(self._device)
         held = torch.empty(shape, dtype=dtype, device=self._device)
@@ -324,7 +325,7 @@ class _Reader:
         return Fp8Weight(held)
 
     def _scales(self, name: str) -> torch.Tensor:
-        entry = self._entry(name)
+        entry = self._shards.tensors[name]
         scales = torch.cat([raw for _, _, raw in self._pieces(entry)]).view(entry.shape)
         bad = (scales == NAN_SCALE).nonzero()
         if len(bad):
@@ -333,20 +334,6 @@ class _Reader:
                 "fetch the file again"
             )
         return scales
-
-    def _entry(self, name: str) -> TensorEntry:
-        spec = expected_tensors(self._shards.config)[name]
-        entry = self._shards.tensors.get(name)
-        if entry is None:
-            raise CheckpointError(
-                f"{self._shards.directory}: tensor {name} is missing, expected {spec.dtype}"
-            )
-        if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
-            raise CheckpointError(
-                f"{entry.path}: {name} is {entry.dtype} {list(entry.shape)}, "
-                f"expected {spec.dtype} {list(spec.shape)}"
-            )
-        return entry
 
     def _pieces(self, entry: TensorEntry) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(first row, row after the last, raw bytes) over `entry`, in whole tiles of rows."""
