@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -140,10 +141,10 @@ async def _obey(text: str, group: ProcessGroup, talker: Talker, console: Console
         case "/clear":
             dialogue.turns.clear()
         case "/save" if rest:
-            dialogue.save(Path(rest).expanduser())
+            dialogue.save(Path(os.path.expanduser(rest)))
             console.print(f"{len(dialogue.turns)} messages saved", style="dim")
         case "/load" if rest:
-            dialogue.load(Path(rest).expanduser())
+            dialogue.load(Path(os.path.expanduser(rest)))
             console.print(f"{len(dialogue.turns)} messages loaded", style="dim")
         case "/system":
             dialogue.system = rest

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from launch.user_directories import temporary_directory
 from protocol.errors import ResourceError
 from protocol.transport import Endpoints
 
@@ -33,7 +34,7 @@ class RuntimeDirectory:
     def create(cls, base: Path | None = None) -> Self:
         """Raises ResourceError where `base` cannot be written or is too deep for a socket."""
         elsewhere = "in XDG_RUNTIME_DIR" if base is None else "with --runtime-dir"
-        parent = base or Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        parent = base or Path(os.environ.get("XDG_RUNTIME_DIR") or temporary_directory())
         path = None
         try:
             sweep(parent)

@@ -25,6 +25,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
+from launch.user_directories import user_directory
 from protocol.errors import HeadraceError, UsageError
 
 PREFIX = "HEADRACE_"
@@ -49,7 +50,8 @@ class Settings:
         chosen = path or (Path(v) if (v := environment.get(FILE_VARIABLE)) else None)
         if chosen is None:
             own = user_file(environment)
-            chosen = own if own.is_file() else None
+            # Unlike Path.is_file, false also for a home that may not be looked into.
+            chosen = own if os.path.isfile(own) else None
         if chosen is None:
             return cls(None, {}, environment)
         return cls(chosen, dict(_flatten(_read(chosen), chosen, commands)), environment)
@@ -141,8 +143,7 @@ def noting_origins(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 def user_file(environment: Mapping[str, str]) -> Path:
     """The file that is read when none is named."""
-    base = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config"
-    return Path(base) / "headrace" / "headrace.toml"
+    return user_directory("XDG_CONFIG_HOME", ".config", environment) / "headrace.toml"
 
 
 def _read(path: Path) -> dict[str, Any]:

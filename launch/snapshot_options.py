@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import click
 
 from launch.options import BOUNDS, GIB
 from launch.ranges import PATH, Size
+from launch.user_directories import user_directory
 
 
 def default_snapshot_dir() -> Path:
     """The user's own cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headrace" / "states"
+    return user_directory("XDG_CACHE_HOME", ".cache") / "states"
 
 
 def with_snapshot_options(function: Callable[..., Any]) -> Callable[..., Any]:

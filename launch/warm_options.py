@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from launch.ranges import PATH
+from launch.user_directories import user_directory
 from protocol.config import ModelConfig
 from protocol.errors import UsageError
 
@@ -19,8 +19,7 @@ COLD = "off"
 
 def default_warm_dir() -> str:
     """The user's own state."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return str(Path(base) / "headrace" / "warm")
+    return str(user_directory("XDG_STATE_HOME", ".local/state") / "warm")
 
 
 def with_warm_options(*, warm: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

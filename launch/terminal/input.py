@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import os
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,8 @@ from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.patch_stdout import patch_stdout
+
+from launch.user_directories import user_directory
 
 
 class Lines(Protocol):
@@ -84,8 +85,7 @@ def chat_history() -> History:
 
 def history_file() -> Path:
     """The user's own, readable by nobody else."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(base) / "headrace" / "chat-history"
+    path = user_directory("XDG_STATE_HOME", ".local/state") / "chat-history"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.touch(mode=0o600)
     return path

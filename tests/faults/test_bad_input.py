@@ -335,6 +335,18 @@ def test_a_directory_that_may_not_be_searched_is_an_internal_error(
     assert refusal.line == f"{checkpoint / 'config.json'}: cannot be read (Permission denied)"
 
 
+def test_a_home_that_may_not_be_searched_is_an_internal_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(0o000)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    arguments = ("--device", "cuda:99")
+    refusal = refuse(tmp_path, damage.MINI, *PROMPT, *arguments, before=_without_privileges)
+    assert refusal.code == 2 and "device 'cuda:99' cannot be used" in refusal.line
+
+
 def _without_privileges() -> None:
     """Root reads everything but for these two capabilities, which others do not have."""
     drop_from_bounding_set = 24

@@ -70,7 +70,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(private: dict[str, str]) ->
 
 def test_a_pipe_is_answered_line_by_line(tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
-    said = f"Hello\n/think low\nAgain\n/stats\n/save {saved}\n/clear\n/load {saved}\n/nope\n"
+    said = f"Hello\n/think low\nAgain\n/stats\n/save {saved}\n/clear\n/load {saved}\n"
+    said += "/nope\n/save ~nobody-here/x\n"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_SNAPSHOT_BYTES": "0"}
     result = subprocess.run(
         [sys.executable, str(ROOT / "launch.py"), *CHAT, "--max-tokens", "5"],
@@ -84,6 +85,7 @@ def test_a_pipe_is_answered_line_by_line(tmp_path: Path) -> None:
     assert "tokens/s" in result.stdout
     assert "4 messages saved" in result.stdout and "4 messages loaded" in result.stdout
     assert "'/nope' is no command" in result.stdout
+    assert "~nobody-here/x: cannot be written" in result.stdout
     messages = json.loads(saved.read_text())["messages"]
     assert messages[1]["content"] and messages[3]["reasoning_content"]
     assert "\x1b" not in result.stdout, "no colours without a terminal"
