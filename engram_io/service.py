@@ -26,7 +26,7 @@ from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError, ReadError
 from protocol.faults import FaultPlan
-from protocol.layouts import EngramRing
+from protocol.layouts import EngramRing, full_fence
 from protocol.lifecycle import describe, run_child
 from protocol.messages import (
     EngramFailed,
@@ -144,13 +144,17 @@ class EngramService:
         for index in range(ring.layers):
             if self._newest[block] != ticket:
                 raise HeadraceError(f"engram request {ticket} gave way to {self._newest[block]}")
-            self.lookup.fill(
-                index,
-                rows[index],
-                ring.codes[block, index, :count],
-                ring.scales[block, index, :count],
-            )
-            ring.ready[block, index] = ticket + 1
+            # Who waits asks again; it needs the answer then, and not the rows once more.
+            if ring.ready[block, index] != ticket + 1:
+                self.lookup.fill(
+                    index,
+                    rows[index],
+                    ring.codes[block, index, :count],
+                    ring.scales[block, index, :count],
+                )
+                # The word that says so is to be seen after the rows.
+                full_fence()
+                ring.ready[block, index] = ticket + 1
             self._answer(sender, EngramReady(ticket, index))
 
     def _trace_batch(

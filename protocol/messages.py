@@ -331,7 +331,7 @@ class EngramRequest(Message):
     `history` are the tokens just before them, oldest first, as many as n-grams reach back (fewer at
     the start of a sequence). The rows go to ring block `ticket % blocks`; compute sends a ticket
     only when it no longer reads that block. Answered by EngramReady once for each engram layer, in
-    layer order, or by EngramFailed.
+    layer order, or by EngramFailed. The same ticket again is answered again and read once.
     """
 
     ticket: int

@@ -51,6 +51,16 @@ def test_a_row_asked_for_twice_is_read_once_and_counted() -> None:
     assert figures[counters.ENGRAM_READ_SECONDS] > 0
 
 
+def test_a_request_that_is_asked_again_is_answered_and_read_once() -> None:
+    """Compute asks again while it waits, which behind a long request's end reads all of it anew."""
+    with EngramProcess(cache_bytes=0) as engram:
+        for _ in range(3):
+            engram.ask(0, [9, 10, 11])
+            assert engram.answers(0) == [EngramReady(0, 0), EngramReady(0, 1)]
+        engram.check_rows(0, [9, 10, 11])
+        assert engram.stats()[counters.ENGRAM_ROWS] == 2 * 3 * 6  # layers, tokens, rows a token
+
+
 def test_without_a_cache_the_rows_are_the_same() -> None:
     with EngramProcess(cache_bytes=0) as engram:
         for ticket in range(4):
@@ -116,9 +126,9 @@ def test_malformed_messages_are_counted_and_survived(shared_engram: EngramProces
     stranger.send(good)  # on the same socket, so it arrives after all of them
     assert stranger.poll(10_000)
     stranger.close()
-    shared_engram.ask(1, [5, 6, 7])
-    shared_engram.answers(1)
-    shared_engram.check_rows(1, [5, 6, 7])
+    shared_engram.ask(3, [5, 6, 7])
+    shared_engram.answers(3)
+    shared_engram.check_rows(3, [5, 6, 7])
     assert shared_engram.stats()[counters.MALFORMED_MESSAGES] == before + len(bad)
 
 
