@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from launch.whole_file import whole_file
 from protocol.errors import CheckpointError, UsageError
 from protocol.shards import Shards, TensorEntry
 
@@ -57,13 +58,9 @@ def check_scales(shards: Shards, on_bytes: OnBytes) -> int:
 def record_digests(shards: Shards, path: Path, on_bytes: OnBytes) -> int:
     """Write `path`; the number of tensors. Raises CheckpointError, UsageError."""
     try:
-        # Opened before the work, which takes minutes, and not left half done after it.
-        with path.open("w", encoding="utf-8") as file:
-            try:
-                digests = _digests(shards, on_bytes)
-            except BaseException:
-                path.unlink()
-                raise
+        # Opened before the work, which takes minutes.
+        with whole_file(path) as file:
+            digests = _digests(shards, on_bytes)
             file.writelines(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from None

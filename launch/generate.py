@@ -19,6 +19,7 @@ from launch.prompt import chat_prompt, check_prompt, raw_prompt
 from launch.ranges import COUNT, MIN_P, PATH, SEED, TEMPERATURE, TOP_K, TOP_P
 from launch.summary import run_figures, run_table
 from launch.warm_options import with_warm_options
+from launch.whole_file import whole_file
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError, UsageError, failure
 from protocol.messages import Finished, PrefillProgress, TokenEvent
@@ -138,7 +139,8 @@ async def _generate(group: ProcessGroup, options: GenerateOptions, json_file: Pa
 
 def _write_figures(path: Path, figures: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(json.dumps(figures, indent=2) + "\n")
     except OSError as error:
         raise ResourceError(f"{path}: cannot be written ({error.strerror})") from None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.chat_format.conversation import Conversation, Message
+from launch.whole_file import whole_file
 from protocol.config import require_file
 from protocol.errors import UsageError
 
@@ -49,7 +50,8 @@ class Dialogue:
         messages = start + [_as_dict(message) for message in self.turns]
         text = json.dumps({"messages": messages}, ensure_ascii=False, indent=2)
         try:
-            path.write_text(text + "\n", encoding="utf-8", errors="replace")
+            with whole_file(path) as file:
+                file.write(text + "\n")
         except OSError as error:
             raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
 
