@@ -13,6 +13,7 @@ from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
 from expert_io.scheduler import Eager
 from expert_io.slices import BLOCK, ExpertSlices, Slice, SliceMap
+from protocol import counters
 from protocol.layouts import (
     ABSENT,
     PAGE,
@@ -49,12 +50,13 @@ class SmallWorld:
         self.directory = Directory.create(layers=LAYERS, experts=EXPERTS, slots=self.slots)
         self.arena = Arena.create(slots=self.slots, slot_bytes=PAGE, pieces=PIECES)
         self.progress = Progress.create(words_count=Progress.COUNT)
+        self.scheduler = Eager()
         self.residency = Residency(
             slice_map(),
             self.directory,
             self.progress,
             make_policy(self.policy, 0),
-            Eager(),
+            self.scheduler,
             reserve=self.reserve,
             predicted_in_flight=self.predicted_in_flight,
         )
@@ -221,6 +223,7 @@ class Chaos:
             assert world.directory.generation[slot] == generation, "slot rewritten under compute"
         words = world.directory.entry[world.directory.entry != ABSENT]
         resident = [entry_slot(int(word)) for word in words]
+        assert world.residency.figures()[counters.RESIDENT_EXPERTS] == len(resident)
         reads = [r for r in world.residency.queue.reads.values() if r.begun]
         filling = [r.slot for r in reads]
         arriving = world.directory.arriving[world.directory.arriving != ABSENT]

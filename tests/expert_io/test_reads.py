@@ -78,6 +78,13 @@ def test_a_promoted_prediction_keeps_its_slot_and_frees_its_place_among_predicti
     assert waiting.origin == URGENT, "it was not"
 
 
+def test_what_is_urgent_already_keeps_its_place_when_it_is_promoted() -> None:
+    first, second = read((0, 1), URGENT), read((0, 2), URGENT)
+    queue = queued(first, second)
+    queue.promote(first)
+    assert queue.next_begun(URGENT) is first
+
+
 def test_a_prediction_promoted_with_all_pieces_out_is_not_queued_again() -> None:
     one = read((1, 1), PREDICTED, pieces=1)
     queue = queued(one)

@@ -68,6 +68,45 @@ def test_urgent_pieces_overtake_predicted_ones_already_begun() -> None:
     assert following.read.key == (0, 3)
 
 
+def test_no_guess_is_read_beside_what_compute_waits_for() -> None:
+    world = SmallWorld()
+    world.hint(0, 0, [3], 1, [7])
+    assert world.take_order() is None, "its demand is about to come"
+    world.residency.demand(1, 0, [3])
+    for reader in range(PIECES):
+        order = world.take_order(reader)
+        assert order is not None and order.read.key == (0, 3)
+    assert world.take_order(reader=PIECES) is None
+    for reader in range(PIECES):
+        world.finish(reader)
+    order = world.take_order()
+    assert order is not None and order.read.key == (1, 7)
+
+
+def test_a_demand_ends_guesses_for_layers_before_it_though_their_hint_was_lost() -> None:
+    world = SmallWorld()
+    world.hint(5, 0, [], 1, [7])
+    assert world.take_order() is not None
+    world.residency.demand(1, 2, [3])
+    assert world.finish().landed == []
+    assert world.read_all() == [(1, 3)]
+    assert world.slot_of((1, 7)) is None
+
+
+def test_what_reads_take_and_when_compute_has_what_it_waited_for_is_learned() -> None:
+    world = SmallWorld()
+    for layer, begin in ((0, 1.0), (1, 10.0)):
+        world.residency.hint(0, layer, [3], -1, [], [], begin)
+        world.residency.demand(layer + 1, layer, [3], begin)
+        for piece in range(PIECES):
+            order = world.residency.next_order(0, begin)
+            assert order is not None
+            world.residency.done(order.number, 0, 0.5, begin + piece)
+    assert world.scheduler.disk.seconds(4096, 1) == 0.5
+    # The second layer was routed 7 s after the first had its last piece, at 3; this one had at 12.
+    assert world.scheduler.pace.until(12.0) == 7.0
+
+
 def test_predictions_in_flight_are_bounded() -> None:
     world = SmallWorld(predicted_in_flight=2)
     world.hint(0, 0, [], 1, [1, 2, 3, 4])
