@@ -51,6 +51,7 @@ def test_a_demand_for_what_is_in_flight_waits_for_that_read_and_hurries_it() -> 
     assert first is not None and first.read.lane == PREDICTED
     world.residency.demand(1, 1, [7])
     assert first.read.lane == URGENT
+    world.residency.demand(1, 1, [7])
     world.finish()
     landed = world.read_all()
     assert landed == [(1, 7)]
@@ -236,8 +237,10 @@ def test_a_failed_read_frees_its_slot_and_can_be_tried_again() -> None:
     world.residency.demand(1, 0, [3])
     order = world.take_order()
     assert order is not None
+    assert world.residency.failed(order.number, 1, "not this reader's order").failed == []
     outcome = world.fail("shard: EIO at 0")
     assert outcome.failed == [(1, 3, "shard: EIO at 0")]
+    assert world.residency.counts[counters.READ_FAILURES] == 1
     world.bump_epoch()
     world.residency.slots.reclaim()
     assert world.residency.slots.free == 4 and world.slot_of((0, 3)) is None
@@ -287,6 +290,29 @@ def test_an_expert_is_found_once_its_last_piece_is_there_and_before_the_service_
     for reader in range(PIECES):
         assert world.finish(reader).landed == []
     assert world.found(0)[3] == word and world.slot_of((0, 3)) == entry_slot(word)
+
+
+def test_a_read_that_waits_for_compute_to_let_go_says_so() -> None:
+    world = SmallWorld(slots=2, reserve=0)
+    assert not world.residency.blocked
+    world.residency.demand(1, 0, [3, 4])
+    world.read_all()
+    world.done_with(1)
+    world.residency.demand(2, 1, [5])
+    assert world.take_order() is None and world.residency.blocked
+    world.bump_epoch()
+    assert world.take_order() is not None and not world.residency.blocked
+
+
+def test_a_guess_that_waits_for_compute_to_let_go_says_so() -> None:
+    world = SmallWorld(slots=2, reserve=0, predicted_in_flight=1)
+    world.residency.demand(1, 0, [3, 4])
+    world.read_all()
+    world.done_with(1)
+    world.hint(0, 0, [], 1, [7])
+    assert world.take_order() is None and world.residency.blocked
+    world.bump_epoch()
+    assert world.take_order() is not None and not world.residency.blocked
 
 
 def test_pieces_of_an_earlier_read_do_not_make_a_later_one_whole() -> None:
