@@ -80,7 +80,6 @@ class DeviceExperts:
         slots: int,
         *,
         in_place: bool = False,
-        seed: int = 0,
     ) -> None:
         if slots < 2 * config.num_experts_per_tok:
             raise HeadraceError(
@@ -104,7 +103,7 @@ class DeviceExperts:
         self._free = list(range(slots))
         # Enough for the first layer, before a running token has passed one; and for a usual token.
         self._spare = max(config.num_experts_per_tok, min(layers, slots // 8))
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._on_gpu = device.type == "cuda"
         # An expert's slot, -1 where it has none; and what the device knows of it.
         self._host_table = torch.full(

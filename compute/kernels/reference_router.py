@@ -17,9 +17,8 @@ def route(
     lookup: Lookup | None = None,
     *,
     scaling: float,
-    temperature: float = 1.0,
 ) -> None:
-    score = F.softplus(logits.sum(0) / temperature).sqrt()
+    score = F.softplus(logits.sum(0)).sqrt()
     # A stable sort keeps the lowest id first among equals.
     order = (score + bias).sort(dim=-1, descending=True, stable=True).indices
     chosen = order[:, : ids.shape[1]].sort(-1).values

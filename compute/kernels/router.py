@@ -39,7 +39,7 @@ def _score_of(key):
 
 @triton.jit
 def _pick(
-    logits, stride, bias, ids, weights, experts, inverse_temperature, scaling,
+    logits, stride, bias, ids, weights, experts, scaling,
     slots, first_slot, slot_bytes, table,
     SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     FIND: tl.constexpr,
@@ -47,7 +47,7 @@ def _pick(
     column = tl.arange(0, BLOCK)
     inside = column < experts
     x = sum_of_splits(logits, column, inside, stride, SPLITS)
-    score = tl.sqrt_rn(softplus(x * inverse_temperature))
+    score = tl.sqrt_rn(softplus(x))
     b = tl.load(bias + column, mask=inside, other=0.0)
     keys = _keys(score + b, column, inside)
     slot = tl.arange(0, PADDED)
@@ -95,7 +95,7 @@ def _name_next(
 
 @triton.jit
 def _route(
-    logits, stride, bias, ids, weights, experts, inverse_temperature, scaling, tokens,
+    logits, stride, bias, ids, weights, experts, scaling, tokens,
     next_logits, next_bias, predicted, margins, count, looks, slots, first_slot, table, slot_bytes,
     SPLITS: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     CUT: tl.constexpr, LOOKS: tl.constexpr, FIND: tl.constexpr,
@@ -106,7 +106,7 @@ def _route(
     if token < tokens:
         _pick(
             logits + token * experts, stride, bias, ids + token * PICKS, weights + token * PICKS,
-            experts, inverse_temperature, scaling,
+            experts, scaling,
             slots, first_slot, slot_bytes, table + token * PICKS * 6,
             SPLITS, PICKS, PADDED, BLOCK, FIND,
         )  # fmt: skip
@@ -149,10 +149,8 @@ def route(
     lookup: Lookup | None = None,
     *,
     scaling: float,
-    temperature: float = 1.0,
 ) -> None:
-    """Pick experts by sqrt(softplus(logits / temperature)) + bias, and weigh them by the score
-    alone.
+    """Pick experts by sqrt(softplus(logits)) + bias, and weigh them by the score alone.
 
     `logits` fp32 [S, T, E], the gate product's shares; `bias` fp32 [E]; `ids` int32 and `weights`
     fp32 [T, k]: the k best, of equals the lowest id, in ascending id; weights divided by (their sum
@@ -165,7 +163,7 @@ def route(
     looks = max(len(other.ids), picks)
     find = lookup or Lookup(ids, ids, ids, 0)
     _route[(tokens + (prediction is not None),)](
-        logits, logits.stride(0), bias, ids, weights, experts, 1.0 / temperature, scaling, tokens,
+        logits, logits.stride(0), bias, ids, weights, experts, scaling, tokens,
         *other, len(other.ids), looks, *find,
         SPLITS=splits, PICKS=picks, PADDED=triton.next_power_of_2(picks),
         BLOCK=triton.next_power_of_2(experts), CUT=picks, LOOKS=triton.next_power_of_2(looks),

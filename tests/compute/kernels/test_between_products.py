@@ -138,7 +138,7 @@ def test_router_picks_by_biased_score_and_weighs_without_it(
     got, want = run_both(
         router.route, reference.route, logits, torch.randn(experts),
         poisoned(tokens, picks, dtype=torch.int32), poisoned(tokens, picks, dtype=FP32),
-        scaling=1.5, temperature=2.0,
+        scaling=1.5,
     )  # fmt: skip
     assert torch.equal(got[2], want[2])
     assert_close(got[3], want[3], 1e-6)
