@@ -165,6 +165,53 @@ def test_a_guess_that_has_landed_stays_until_its_layer_is_routed() -> None:
     assert world.slot_of((2, 7)) is None
 
 
+def test_picks_that_are_here_count_as_uses() -> None:
+    world = SmallWorld(slots=3, reserve=0)
+    world.residency.demand(1, 0, [0, 1])
+    world.read_all()
+    world.done_with(1)
+    world.hint(1, 0, [0], -1, [])
+    world.residency.demand(2, 1, [5, 6])
+    world.take_order()
+    world.finish()
+    world.bump_epoch()
+    world.read_all()
+    assert world.slot_of((0, 0)) is not None and world.slot_of((0, 1)) is None
+
+
+def test_a_guess_takes_a_slot_of_the_reserve_and_evicts_nothing() -> None:
+    world = SmallWorld(slots=3, reserve=2, predicted_in_flight=1)
+    world.residency.demand(1, 0, [0])
+    world.read_all()
+    world.done_with(1)
+    world.hint(1, 0, [0], 1, [7])
+    order = world.take_order()
+    assert order is not None and order.read.key == (1, 7)
+    assert world.residency.counts[counters.EVICTIONS] == 0
+
+
+def test_bytes_read_for_a_wrong_guess_are_wasted_once_it_goes() -> None:
+    world = SmallWorld(slots=2, reserve=1, predicted_in_flight=1)
+    wasted = world.residency.counts
+    world.hint(1, 0, [], 1, [7])
+    world.take_order()
+    world.finish()
+    world.hint(1, 1, [], -1, [])
+    assert wasted[counters.PREDICTED_WASTED_BYTES] == 4096, "given up after its first piece"
+    world.bump_epoch()
+    world.hint(2, 0, [], 1, [7])
+    world.read_all()
+    world.hint(2, 1, [], -1, [])
+    assert wasted[counters.PREDICTED_WASTED_BYTES] == 4096, "it may be picked yet"
+    world.residency.demand(1, 0, [0])
+    world.read_all()
+    world.bump_epoch()
+    world.residency.demand(2, 0, [1])
+    world.read_all()
+    assert world.slot_of((1, 7)) is None
+    assert wasted[counters.PREDICTED_WASTED_BYTES] == (1 + PIECES) * 4096
+
+
 def test_a_demand_gets_a_slot_even_if_only_expected_guesses_could_go() -> None:
     world = SmallWorld(slots=4, reserve=1, predicted_in_flight=2)
     for expert in range(4):
