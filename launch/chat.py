@@ -158,7 +158,7 @@ async def _obey(text: str, group: ProcessGroup, talker: Talker, console: Console
             for name, says in COMMANDS.items():
                 console.print(f"{name:32} {says}", style="dim", markup=False)
         case _:
-            raise UsageError(f"{text!r} is no command; /help lists them")
+            raise UsageError(f"{text!r} is no command; /help lists them, with what they need")
 
 
 def parse_effort(text: str) -> int | None:

@@ -15,6 +15,7 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.patch_stdout import patch_stdout
 
 from launch.user_directories import user_directory
@@ -102,5 +103,9 @@ def _bindings() -> KeyBindings:
     @bindings.add("escape", "c-j")  # the same, typed while the answer was still coming
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @bindings.add(Keys.Vt100MouseEvent)
+    def colour(event: KeyPressEvent) -> None:
+        """Coloured text, where pasting is as typing; the library's own handler breaks on it."""
 
     return bindings

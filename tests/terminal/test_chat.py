@@ -61,7 +61,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(private: dict[str, str]) ->
         terminal.type(f"/save {saved}\r")
         terminal.wait_for("2 messages saved")
         terminal.wait_for("> ")
-        terminal.type("\x04")
+        terminal.type("\x1b[31m\x04")
         assert terminal.exit_code() == 0
         assert json.loads(saved.read_text())["messages"][0]["content"] == "one\ntwo"
     history = Path(private["HOME"]) / ".local" / "state" / "headrace" / "chat-history"
