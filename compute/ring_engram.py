@@ -7,11 +7,12 @@ only wakes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 
-from compute.bounded_wait import WAKE_S, BoundedWait
+from compute.bounded_wait import NAP_S, WAKE_S, BoundedWait
 from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from protocol import counters
@@ -109,7 +110,9 @@ class RingEngram:
 
     def _await(self, request: EngramRequest, index: int, waiting: BoundedWait) -> None:
         while True:
-            self._hear(WAKE_S)
+            if waiting.short:
+                time.sleep(NAP_S)
+            self._hear(0 if waiting.short else WAKE_S)
             if self._here(request.ticket, index):
                 return
             if request.ticket in self._failures:

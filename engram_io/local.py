@@ -45,12 +45,12 @@ class LocalEngramSource:
         """Codes uint8 [T, rows_per_token, head_dim] (e4m3) and scales uint8
         [T, rows_per_token, head_dim / 32] (e8m0) of one engram layer. Raises ReadError, StallError.
         """
-        wanted = self._wanted[ticket][engram_layer_index]
+        wanted = self._wanted[ticket]
         table = self.lookup.tables[engram_layer_index]
         codes = np.empty((*wanted.shape, table.codes.shape[1]), np.uint8)
         scales = np.empty((*wanted.shape, table.scales.shape[1]), np.uint8)
-        self.lookup.fill(engram_layer_index, wanted, codes, scales)
-        return codes, scales
+        self.lookup.fill([engram_layer_index], wanted, codes, scales)
+        return codes[engram_layer_index], scales[engram_layer_index]
 
     def done(self, ticket: int) -> None:
         """Forget the ticket."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ import numpy.typing as npt
 
 from engram_io.block_reader import BlockReader
 from engram_io.hashing import NgramHash
-from engram_io.reader import BatchListener, ReadBlocks, RowReader
+from engram_io.reader import BatchListener, ReadBlocks, RowReader, WantedRows
 from engram_io.row_cache import ABSENT, RowCache
-from engram_io.rows import EngramTable, locate_tables
+from engram_io.rows import locate_tables
 from engram_io.token_map import TokenMap
 from protocol import counters
 from protocol.config import ModelConfig
@@ -33,8 +34,23 @@ DEFAULT_CACHE_BYTES = 256 << 20
 DEFAULT_DEPTH = 128
 
 
-def _ignore(table: EngramTable, count: int, nbytes: int, begin_ns: int, end_ns: int) -> None:
+def _ignore(layers: Sequence[int], count: int, nbytes: int, begin_ns: int, end_ns: int) -> None:
     """A listener for those who want none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The `distinct` rows [P] of one engram layer that a request names, their cache `keys`, how
+    often each is `asked` for, and their `records`, whole but for the `missing` ones.
+    `inverse` [T * R] is the place in `distinct` of every row named."""
+
+    index: int
+    distinct: Int64
+    keys: Int64
+    inverse: Int64
+    asked: Int64
+    missing: Int64
+    records: Bytes
 
 
 class EngramLookup:
@@ -109,14 +125,32 @@ class EngramLookup:
         except IndexError as error:
             raise UsageError(f"engram rows: {error}") from None
 
-    def fill(self, index: int, rows: Int64, codes: Bytes, scales: Bytes) -> None:
-        """Bring `rows` [T, R] of engram layer number `index` to `codes` [T, R, head_dim] (e4m3) and
-        `scales` [T, R, head_dim / 32] (e8m0), both C-contiguous.
+    def fill(self, indices: Sequence[int], rows: Int64, codes: Bytes, scales: Bytes) -> None:
+        """Bring the rows of the engram layers with numbers `indices`, read all at once, to `codes`
+        [N, T, R, head_dim] (e4m3) and `scales` [N, T, R, head_dim / 32] (e8m0).
 
-        Raises ReadError or StallError; what was read before is still kept.
+        `rows` [N, T, R] are of all layers, as `rows_of` gives them; of the others nothing is
+        touched. Raises ReadError or StallError; what was read before is still kept.
         """
+        found = [self._look_up(index, rows[index]) for index in indices]
+        self._read(found)
+        for of in found:
+            self.cache.insert(of.keys[of.missing], of.records[of.missing], of.asked[of.missing])
+            records = of.records[of.inverse]
+            codes[of.index] = records[:, : self._head_dim].reshape(codes[of.index].shape)
+            scales[of.index] = records[:, self._head_dim :].reshape(scales[of.index].shape)
+            asked, missing = int(of.asked.sum()), of.asked[of.missing]
+            self.counts[counters.ENGRAM_ROWS] += asked
+            self.counts[counters.ENGRAM_ROWS_READ] += len(missing)
+            self.counts[counters.ENGRAM_CACHE_HITS] += asked - int(missing.sum())
+
+    def close(self) -> None:
+        """Close the shards."""
+        self.blocks.close()
+
+    def _look_up(self, index: int, rows: Int64) -> _Found:
+        """What the cache has of `rows` [T, R] of engram layer number `index`."""
         distinct, inverse, asked = np.unique(rows.ravel(), return_inverse=True, return_counts=True)
-        table = self.tables[index]
         keys = distinct + self._first_key[index]
         places = self.cache.find(keys)
         missing = np.flatnonzero(places == ABSENT)
@@ -124,31 +158,30 @@ class EngramLookup:
         if len(missing) < len(distinct):
             known = places != ABSENT
             records[known] = self.cache.records(places[known])
-        if len(missing):
-            fresh = self._read(table, distinct[missing])
-            records[missing] = fresh
-            self.cache.insert(keys[missing], fresh, asked[missing])
-        codes.reshape(-1, self._head_dim)[...] = records[inverse, : self._head_dim]
-        scales.reshape(len(inverse), -1)[...] = records[inverse, self._head_dim :]
-        self.counts[counters.ENGRAM_ROWS] += rows.size
-        self.counts[counters.ENGRAM_ROWS_READ] += len(missing)
-        self.counts[counters.ENGRAM_CACHE_HITS] += rows.size - int(asked[missing].sum())
+        return _Found(index, distinct, keys, inverse, asked, missing, records)
 
-    def close(self) -> None:
-        """Close the shards."""
-        self.blocks.close()
-
-    def _read(self, table: EngramTable, rows: Int64) -> Bytes:
-        fresh = np.empty((len(rows), self._record_bytes), np.uint8)
+    def _read(self, found: Sequence[_Found]) -> None:
+        """Bring what is missing of `found` into its records."""
+        fresh = [np.empty((len(of.missing), self._record_bytes), np.uint8) for of in found]
+        wanted = [
+            WantedRows(
+                self.tables[of.index],
+                of.distinct[of.missing],
+                into[:, : self._head_dim],
+                into[:, self._head_dim :],
+            )
+            for of, into in zip(found, fresh, strict=True)
+        ]
         begin = time.perf_counter()
         try:
-            self._reader.read(table, rows, fresh[:, : self._head_dim], fresh[:, self._head_dim :])
+            self._reader.read(wanted)
         finally:
             self.counts[counters.ENGRAM_READ_SECONDS] += time.perf_counter() - begin
-        return fresh
+        for of, into in zip(found, fresh, strict=True):
+            of.records[of.missing] = into
 
     def _count_batch(
-        self, table: EngramTable, count: int, nbytes: int, begin_ns: int, end_ns: int
+        self, layers: Sequence[int], count: int, nbytes: int, begin_ns: int, end_ns: int
     ) -> None:
         self.counts[counters.ENGRAM_READ_BYTES] += nbytes
-        self._on_batch(table, count, nbytes, begin_ns, end_ns)
+        self._on_batch(layers, count, nbytes, begin_ns, end_ns)

@@ -1,4 +1,4 @@
-"""Reads chosen rows of an engram table, in file order, neighbours together, many at once.
+"""Reads chosen rows of engram tables, in file order, neighbours together, many at once.
 
 Owns what happens to a read that fails: it is tried again a few times, and then fails the request
 with the file, the tensor and the offset. The reader itself lives on.
@@ -30,8 +30,20 @@ NAN_SCALE = 255
 ReadBlocks = Callable[[Int64, Int64, Int64, Int64], Int64]
 
 
-# Hears of every round of reads: table, reads, bytes read, monotonic begin and end in nanoseconds.
-BatchListener = Callable[[EngramTable, int, int, int, int], None]
+# Hears of every round of reads: the layers they are for, how many they are, bytes read, monotonic
+# begin and end in nanoseconds.
+BatchListener = Callable[[Sequence[int], int, int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRows:
+    """Distinct, ascending `rows` [R] of `table`, to be read to `codes` [R, head_dim] and `scales`
+    [R, head_dim / 32]."""
+
+    table: EngramTable
+    rows: Int64
+    codes: Bytes
+    scales: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +69,50 @@ class RowReader:
         self._blocks = blocks
         self._read_blocks = read_blocks or blocks.read
         self._on_batch = on_batch
+        # The staging memory as windows of so many bytes, one at every byte.
+        self._windows: dict[int, Bytes] = {}
 
-    def read(self, table: EngramTable, rows: Int64, codes: Bytes, scales: Bytes) -> None:
-        """Read the distinct, ascending `rows` of `table` to `codes` [R, head_dim] and `scales`
-        [R, head_dim / 32].
+    def read(self, wanted: Sequence[WantedRows]) -> None:
+        """Read all that is `wanted`, of one table or of several.
 
         Raises ReadError or StallError; `codes` and `scales` then hold no whole answer.
         """
-        if not rows.size:
+        wanted = [want for want in wanted if want.rows.size]
+        if not wanted:
             return
-        table.check(rows)
-        by_code, by_scale = plan_rows(table.codes, rows), plan_rows(table.scales, rows)
-        # One batch for both, so that a token's few reads all wait at the disk together.
-        parts = (
-            _Part(table.codes, by_code, codes, 0),
-            _Part(table.scales, by_scale, scales, len(by_code.offset)),
-        )
+        parts: list[_Part] = []
+        first = 0
+        for want in wanted:
+            want.table.check(want.rows)
+            for tensor, out in ((want.table.codes, want.codes), (want.table.scales, want.scales)):
+                plan = plan_rows(tensor, want.rows)
+                parts.append(_Part(tensor, plan, out, first))
+                first += len(plan.offset)
+        # One batch for all, so that a token's few reads wait at the disk together.
         batch = _Batch(parts, [self._blocks.number(part.tensor.path) for part in parts])
         for begin, end in batch.rounds(len(self._blocks.staging)):
-            self._read_round(table, batch, begin, end)
-        _refuse_nan_scales(table, rows, scales)
+            self._read_round(batch, begin, end, [want.table.layer for want in wanted])
+        for want in wanted:
+            _refuse_nan_scales(want)
 
-    def _read_round(self, table: EngramTable, batch: _Batch, begin: int, end: int) -> None:
+    def _read_round(self, batch: _Batch, begin: int, end: int, layers: Sequence[int]) -> None:
         """Read number `begin` to `end` - 1 of the batch, and take their rows out of the staging."""
         length = batch.length[begin:end]
         at = np.cumsum(length) - length
         begin_ns = time.monotonic_ns()
         read = self._settle(batch, np.arange(begin, end), at)
-        self._on_batch(table, end - begin, read, begin_ns, time.monotonic_ns())
+        self._on_batch(layers, end - begin, read, begin_ns, time.monotonic_ns())
         for part in batch.parts:
             low, high = np.searchsorted(part.plan.read + part.first, (begin, end))
             source = part.plan.read[low:high] + part.first - begin
             places = at[source] + part.plan.at[low:high]
-            windows = np.lib.stride_tricks.sliding_window_view(
-                self._blocks.staging, part.plan.width
-            )
-            part.out[low:high] = windows[places]
+            part.out[low:high] = self._windows_of(part.plan.width)[places]
+
+    def _windows_of(self, width: int) -> Bytes:
+        if width not in self._windows:
+            view = np.lib.stride_tricks.sliding_window_view(self._blocks.staging, width)
+            self._windows[width] = view
+        return self._windows[width]
 
     def _settle(self, batch: _Batch, reads: Int64, at: Int64) -> int:
         """Carry out `reads` of the batch, the failed ones again; returns the bytes read."""
@@ -114,7 +134,7 @@ class RowReader:
 class _Batch:
     """All reads of one call, as arrays [M]."""
 
-    def __init__(self, parts: tuple[_Part, ...], files: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[_Part], files: Sequence[int]) -> None:
         self.parts = parts
         plans = [part.plan for part in parts]
         self.file = np.repeat(np.array(files, np.int64), [len(plan.offset) for plan in plans])
@@ -146,12 +166,13 @@ class _Batch:
         )
 
 
-def _refuse_nan_scales(table: EngramTable, rows: Int64, scales: Bytes) -> None:
-    bad = np.flatnonzero((scales == NAN_SCALE).any(axis=1))
-    if bad.size:
-        row = int(rows[bad[0]])
-        raise ReadError(
-            f"{table.scales.path}: {table.scales.name}: row {row} at offset "
-            f"{table.scales.offset + row * table.scales.shape[1]} has a scale that is not a "
-            "number; fetch the file again"
-        )
+def _refuse_nan_scales(want: WantedRows) -> None:
+    if not np.any(want.scales == NAN_SCALE):
+        return
+    row = int(want.rows[(want.scales == NAN_SCALE).any(axis=1)][0])
+    scales = want.table.scales
+    offset = scales.offset + row * scales.shape[1]
+    raise ReadError(
+        f"{scales.path}: {scales.name}: row {row} at offset {offset} has a scale that is not a "
+        "number; fetch the file again"
+    )

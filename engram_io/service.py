@@ -1,14 +1,15 @@
 """The engram process: answers compute's requests for rows through the shared ring.
 
-One thread talks (asyncio on uvloop), one reads; requests are served in the order they came, and the
-layer that compute reaches first is served first. A read that fails fails its request and nothing
-else. Started by the supervisor as `python -m protocol engram_io.service PIPE PARENT_PID`.
+One thread talks (asyncio on uvloop), one reads; requests are served in the order they came. A read
+that fails fails its request and nothing else. Started by the supervisor as
+`python -m protocol engram_io.service PIPE PARENT_PID`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ import uvloop
 import zmq
 
 from engram_io.broken_disk import BrokenDisk
-from engram_io.lookup import EngramLookup
+from engram_io.lookup import DEFAULT_DEPTH, EngramLookup
 from engram_io.reader import ReadBlocks
-from engram_io.rows import EngramTable
+from engram_io.rows import Int64
 from engram_io.token_map import TokenMap
 from protocol import counters
 from protocol.config import ModelConfig
@@ -43,6 +44,8 @@ from protocol.transport import Channel
 from protocol.wire import Message
 
 NAME = "engram"
+# Rows, of all layers, that are read at once: as many reads as a disk takes at its best, two a row.
+MOST_TOGETHER = DEFAULT_DEPTH // 2
 
 
 class EngramService:
@@ -139,26 +142,31 @@ class EngramService:
             raise HeadraceError(
                 f"engram request {ticket} of {count} tokens, expected 1 to {ring.block_tokens}"
             )
-        block = ticket % ring.blocks
         rows = self.lookup.rows_of(request.start, request.tokens, request.history)
-        for index in range(ring.layers):
-            if self._newest[block] != ticket:
-                raise HeadraceError(f"engram request {ticket} gave way to {self._newest[block]}")
-            # Who waits asks again; it needs the answer then, and not the rows once more.
-            if ring.ready[block, index] != ticket + 1:
-                self.lookup.fill(
-                    index,
-                    rows[index],
-                    ring.codes[block, index, :count],
-                    ring.scales[block, index, :count],
-                )
-                # The word that says so is to be seen after the rows.
-                full_fence()
-                ring.ready[block, index] = ticket + 1
-            self._answer(sender, EngramReady(ticket, index))
+        # A token's few reads wait at the disk together; of a prompt's many the layer goes first
+        # that compute reaches first.
+        layers = range(ring.layers)
+        together = rows.size <= MOST_TOGETHER
+        for indices in (layers,) if together else zip(layers, strict=True):
+            self._write_layers(ticket, indices, rows)
+            for index in indices:
+                self._answer(sender, EngramReady(ticket, index))
+
+    def _write_layers(self, ticket: int, indices: Sequence[int], rows: Int64) -> None:
+        ring, block, count = self._ring, ticket % self._ring.blocks, rows.shape[1]
+        if self._newest[block] != ticket:
+            raise HeadraceError(f"engram request {ticket} gave way to {self._newest[block]}")
+        # Who waits asks again; it needs the answer then, and not the rows once more.
+        missing = [index for index in indices if ring.ready[block, index] != ticket + 1]
+        if missing:
+            into = ring.codes[block, :, :count], ring.scales[block, :, :count]
+            self.lookup.fill(missing, rows, *into)
+            # The words that say so are to be seen after the rows.
+            full_fence()
+            ring.ready[block, missing] = ticket + 1
 
     def _trace_batch(
-        self, table: EngramTable, count: int, nbytes: int, begin_ns: int, end_ns: int
+        self, layers: Sequence[int], count: int, nbytes: int, begin_ns: int, end_ns: int
     ) -> None:
         if self._tracer.enabled:
             span = partial(
@@ -166,7 +174,7 @@ class EngramService:
                 "engram read",
                 begin_ns,
                 end_ns,
-                layer=table.layer,
+                layers=list(layers),
                 reads=count,
                 bytes=nbytes,
             )

@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,8 @@ import pytest
 from engram_io import block_reader
 from engram_io.block_reader import BlockReader
 from engram_io.kernel_aio import AioQueue
-from engram_io.reader import ATTEMPTS, RowReader
-from engram_io.rows import MERGE_SPAN, EngramTable
+from engram_io.reader import ATTEMPTS, RowReader, WantedRows
+from engram_io.rows import MERGE_SPAN
 from protocol.errors import CheckpointError, ReadError, StallError
 from tests.engram_io.table_on_disk import ROWS, TableOnDisk
 
@@ -37,8 +37,8 @@ class Disk:
         self.rounds: list[int] = []
         self.reader = RowReader(blocks, self._heard, self._read)
 
-    def _heard(self, table: EngramTable, count: int, nbytes: int, begin: int, end: int) -> None:
-        assert table is self.on_disk.table
+    def _heard(self, layers: Sequence[int], count: int, nbytes: int, begin: int, end: int) -> None:
+        assert list(layers) == [self.on_disk.table.layer]
         assert nbytes > 0 and end >= begin
         self.rounds.append(count)
 
@@ -52,7 +52,7 @@ class Disk:
     def rows(self, rows: Int64) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         codes = np.zeros((len(rows), 256), np.uint8)
         scales = np.zeros((len(rows), 8), np.uint8)
-        self.reader.read(self.on_disk.table, rows, codes, scales)
+        self.reader.read([WantedRows(self.on_disk.table, rows, codes, scales)])
         return codes, scales
 
     def check(self, rows: Int64) -> None:

@@ -154,10 +154,13 @@ def test_a_trace_names_every_round_of_reads(tmp_path: Path) -> None:
         engram.trace_on(path)
         engram.ask(1, [15, 16, 17])
         engram.answers(1)
+        engram.ask(2, list(range(20, 28)))
+        engram.answers(2)
         engram.trace_off()
     events = [json.loads(line) for line in path.read_text().splitlines() if line]
     spans = [event for event in events if event["name"] == "engram read"]
-    assert [span["args"]["layer"] for span in spans] == [1, 3]
+    # A few tokens' rows of both layers come at once, of many tokens the first layer's first.
+    assert [span["args"]["layers"] for span in spans] == [[1, 3], [1], [3]]
     assert all(span["args"]["bytes"] > 0 and span["dur"] > 0 for span in spans)
 
 
@@ -174,7 +177,7 @@ def test_96_reads_of_a_slow_disk_wait_together() -> None:
     seconds = after[counters.ENGRAM_READ_SECONDS] - before[counters.ENGRAM_READ_SECONDS]
     rows = after[counters.ENGRAM_ROWS_READ] - before[counters.ENGRAM_ROWS_READ]
     assert rows >= 5 * 2 * 4
-    assert 5 * 2 * 0.01 <= seconds < rows * 2 * 0.01 / 2
+    assert 5 * 0.01 <= seconds < rows * 2 * 0.01 / 2
 
 
 def test_a_ring_of_another_shape_ends_the_start_with_one_line() -> None:
