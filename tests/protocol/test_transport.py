@@ -104,8 +104,10 @@ def test_a_frame_larger_than_any_message_ends_that_connection_only(
 ) -> None:
     bound = Channel.bind(context, address, [Hello])
     huge = context.socket(zmq.DEALER)
+    ends = huge.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     huge.connect(address)
     huge.send(bytes(17 << 20))
+    assert ends.poll(PATIENCE_S * 1000), "the frame was taken"
     honest = Channel.connect(context, address, "compute", [Stop])
     honest.send(Hello("compute", 1, 0))
     assert _receive(bound) == ("compute", Hello("compute", 1, 0))
