@@ -77,7 +77,7 @@ class Tracer:
     def _keep(
         self, phase: str, name: str, begin: int, duration: int, track: str, args: dict[str, Any]
     ) -> None:
-        number = self._tracks.setdefault(track, len(self._tracks)) if track else 0
+        number = self._tracks.setdefault(track, len(self._tracks) + 1) if track else 0
         self._events.append((phase, name, begin, duration, number, args))
         if len(self._events) >= BUFFERED_EVENTS:
             self._flush()
@@ -157,12 +157,13 @@ def _merge(parts: Iterable[Path], output: Path) -> int:
     with output.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for part in parts:
-            for line in part.read_text(encoding="utf-8").splitlines():
-                if line in seen or not line.endswith("}"):
-                    continue
-                if '"ph": "M"' in line:
-                    seen.add(line)
-                file.write((",\n" if count else "") + line)
-                count += 1
+            with part.open(encoding="utf-8") as lines:
+                for line in lines:
+                    if line in seen or not line.endswith("\n"):
+                        continue
+                    if '"ph": "M"' in line:
+                        seen.add(line)
+                    file.write((",\n" if count else "") + line.rstrip())
+                    count += 1
         file.write("\n]}\n")
     return count
