@@ -36,7 +36,7 @@ class _Snapshot:
         names = sorted({name for figures in self._stats.values() for name in figures})
         for name in names:
             kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            family = kind(f"headrace_{name}", f"{name}, see docs/serving.md", labels=["process"])
+            family = kind(f"headrace_{name}", counters.MEANINGS.get(name, ""), labels=["process"])
             for process, figures in self._stats.items():
                 if name in figures:
                     family.add_metric([process], figures[name])

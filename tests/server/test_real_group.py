@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from openai import APIError, BadRequestError, NotFoundError, RateLimitError
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.real_server import MINI, RealServer, real_server
 
@@ -176,6 +177,13 @@ def _metric(server: RealServer, name: str) -> str:
         if line.startswith(name):
             return line.split()[-1]
     raise AssertionError(f"no metric {name}")
+
+
+def test_every_metric_says_what_it_counts(server: RealServer) -> None:
+    ask(server)
+    families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+    assert len(families) > 30
+    assert [family.name for family in families if not family.documentation] == []
 
 
 def test_a_slow_reader_holds_nobody_up(server: RealServer) -> None:
