@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import tempfile
 import time
 from collections.abc import Iterator
@@ -160,6 +161,37 @@ def test_no_message_waits_for_another_to_wake_the_loop(
                 if number % 7 == 0:
                     await asyncio.sleep(0)
             await done.wait()
+        bound.close()
+        peer.close()
+        return received
+
+    assert asyncio.run(main()) == [Cancel(number) for number in range(count)]
+
+
+def test_a_message_whose_wake_up_a_send_takes_away_is_handled(
+    context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> None:
+    count = 100  # what can be seen may be of the connection, and not the message
+
+    async def main() -> list[Message]:
+        received: list[Message] = []
+        came = asyncio.Event()
+        bound = Channel.bind(context, address, [Cancel])
+        peer = Channel.connect(context, address, "compute", [StatsRequest])
+
+        def collect(_: str, message: Message) -> None:
+            received.append(message)
+            came.set()
+
+        bound.attach(asyncio.get_running_loop(), collect)
+        async with asyncio.timeout(PATIENCE_S):
+            for number in range(count):
+                came.clear()
+                peer.send(Cancel(number))
+                # Seen here and not by the loop, which does not run until the next line but one.
+                assert select.select([bound._fd], [], [], PATIENCE_S)[0]
+                bound.send(StatsRequest(number), to="compute")
+                await came.wait()
         bound.close()
         peer.close()
         return received
