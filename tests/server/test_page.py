@@ -89,6 +89,16 @@ def send(driver: Any, text: str) -> None:
 
 
 @pytest.mark.browser
+def test_a_server_that_is_gone_is_said(tmp_path: Path) -> None:
+    with browser(1280, 900, tmp_path) as driver:
+        with served_engine(FakeEngine()) as url:
+            driver.get(url)
+            until(driver, lambda: text_of(driver, "state") == "ready")
+        until(driver, lambda: text_of(driver, "state") == "no answer from the server")
+        assert driver.get_log("browser")  # the browser's own words for it
+
+
+@pytest.mark.browser
 def test_figures_appear_and_the_heat_map_has_the_residents(tmp_path: Path) -> None:
     with served_engine(FakeEngine()) as url, browser(1280, 900, tmp_path) as driver:
         driver.get(url)

@@ -10,7 +10,9 @@ let heat = null;
 async function ask(path, options = {}) {
   const headers = { ...(options.headers || {}) };
   if (apiKey) headers.Authorization = `Bearer ${apiKey}`;
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("no answer from the server");
+  });
   if (answer.status === 401) $("key-form").hidden = false;
   if (!answer.ok) {
     const said = await answer.json().catch(() => null);
@@ -175,7 +177,7 @@ async function refresh() {
 async function live() {
   for (;;) {
     if (!document.hidden) {
-      try { await refresh(); } catch (error) { say(error.message || "no answer", false); }
+      try { await refresh(); } catch (error) { say(error.message, false); }
     }
     await new Promise((done) => setTimeout(done, 1000));
   }
