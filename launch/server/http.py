@@ -81,6 +81,7 @@ async def running_server(
     config = uvicorn.Config(
         app,
         http=_Protocol,
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="on",

@@ -345,3 +345,11 @@ async def test_a_client_that_leaves_within_its_body_fills_the_log(
         # Served after them, so that they have been noticed.
         await served.chat()
     assert "Traceback" not in capfd.readouterr().err
+
+
+@in_loop
+async def test_a_websocket_is_advice_to_install_a_library(capfd: pytest.CaptureFixture[str]) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    async with serving(FakeEngine()) as served:
+        assert (await served.http.get("/health", headers=upgrade)).status_code == 200
+    assert "pip install" not in capfd.readouterr().err
