@@ -46,6 +46,10 @@ class _Protocol(H11Protocol):
         else:
             self._wait_no_more()
 
+    def _should_upgrade(self) -> bool:
+        """Never: uvicorn would advise to install what speaks websockets, or speak them itself."""
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
         super().connection_lost(exc)
@@ -81,7 +85,6 @@ async def running_server(
     config = uvicorn.Config(
         app,
         http=_Protocol,
-        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="on",

@@ -348,7 +348,9 @@ async def test_a_client_that_leaves_within_its_body_fills_the_log(
 
 
 @in_loop
-async def test_a_websocket_is_advice_to_install_a_library(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_websocket_is_advice_to_install_a_library(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
     async with serving(FakeEngine()) as served:
         assert (await served.http.get("/health", headers=upgrade)).status_code == 200
