@@ -65,6 +65,9 @@ def calibrate(scores: torch.Tensor, picked: torch.Tensor) -> tuple[float, float]
     Starts from one imaginary pick and miss, so that a clean split stays finite.
     """
     x = torch.cat([scores.flatten().double(), scores.new_zeros(2).double()])
+    # Margins may be tiny, and their slope so large that bounded steps would not get there.
+    spread = x.std().clamp_min(1e-9)
+    x = x / spread
     y = torch.cat([picked.flatten().double(), torch.tensor([0.0, 1.0], device=x.device)])
     design = torch.stack([x, torch.ones_like(x)], 1)
     solution = x.new_zeros(2)
@@ -76,7 +79,7 @@ def calibrate(scores: torch.Tensor, picked: torch.Tensor) -> tuple[float, float]
         # A bounded step: far from the solution the curvature vanishes.
         step = torch.linalg.solve(curvature, gradient)
         solution = solution + step.clamp(-4.0, 4.0)
-    slope, offset = solution.tolist()
+    slope, offset = (solution / torch.stack([spread, torch.ones_like(spread)])).tolist()
     return slope, offset
 
 

@@ -77,6 +77,8 @@ def test_probabilities_mean_what_they_say() -> None:
     picked = torch.rand(20000, generator=random) < torch.sigmoid(3 * scores - 1)
     slope, offset = calibrate(scores, picked)
     assert abs(slope - 3) < 0.2 and abs(offset + 1) < 0.1
+    # However small the scores are.
+    assert calibrate(scores / 1000, picked) == pytest.approx((1000 * slope, offset), rel=1e-3)
     # A clean split must not run away.
     assert all(np.isfinite(calibrate(scores, scores > 0)))
 
