@@ -50,7 +50,8 @@ class Mailbox:
     """For one token at a time of a model of `layers`, `picks` experts a token and `predictions`.
 
     `records` int64 [layers, W] and `status` int64 [1] are the device's to write, `answer` int64
-    [picks, 8, 2] lies on the device and is written by `reply`.
+    [picks, 8, 2] lies on the device and is written by `reply`, and `rows_here` int64 [1] likewise
+    by `say_rows`.
     """
 
     def __init__(self, layers: int, picks: int, predictions: int, device: torch.device) -> None:
@@ -63,6 +64,8 @@ class Mailbox:
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self.answer = torch.zeros(picks, PARTS, 2, dtype=torch.int64, device=device)
         self._staged = torch.zeros(picks, PARTS, 2, dtype=torch.int64, pin_memory=pinned)
+        self.rows_here = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rows_staged = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self._tokens = 0
         self.tag = 0
 
@@ -121,3 +124,9 @@ class Mailbox:
         halves[..., 0] = parts.view(np.uint32).reshape(*parts.shape, 2)
         halves[..., 1] = self.tag + layer
         self.answer.copy_(self._staged, non_blocking=True)
+
+    def say_rows(self, layer: int, there: bool) -> None:
+        """Tell `layer`, behind what the current stream has to do, that the token's engram rows are
+        `there`; if they are not, the token is given up."""
+        self._rows_staged[0] = (self.tag + layer) << 32 | there
+        self.rows_here.copy_(self._rows_staged, non_blocking=True)

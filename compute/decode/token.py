@@ -1,10 +1,10 @@
 """A whole token as one captured graph, whose misses are answered while it runs.
 
 Owns the launches of such a token and the host's part beside it. What the host does between two
-segments otherwise, the device does by itself (`compute.kernels.ask`): it looks the picks up and,
-where one is absent, waits for an answer. The answer comes from the thread that launched the token,
-which has nothing else to do until it is sampled; so no lock changes hands, and the arena's slots,
-demands and hints are this process's as they are without graphs.
+segments otherwise, the device does by itself (`compute.kernels.ask`): it waits for the engram rows,
+looks the picks up and, where one is absent, waits for an answer. The answer comes from the thread
+that launched the token, which has nothing else to do until it is sampled; so no lock changes hands,
+and the arena's slots, demands and hints are this process's as they are without graphs.
 
 A wait on the device that runs out ends in the token being repeated by eager launches. They write
 what the graph has written: the rows of one position, and nothing that an earlier position left and
@@ -60,6 +60,9 @@ class TokenDecoder(SingleTokens):
         self._tracer: Tracer = tracer or NullTracer()
         config = self.step.config
         self._layers = config.num_hidden_layers
+        self._engram_layers = config.engram_layer_ids
+        # The first of them waits for the rows of all.
+        self._rows_due = min(self._engram_layers, default=-1)
         self._mailbox = eager.mailbox
         self._kernels = kernels_for(self.step.buffers.streams.device)
         # One object for good: a captured graph serves the launch that it was captured from.
@@ -85,14 +88,12 @@ class TokenDecoder(SingleTokens):
         if not self._compiled:
             self.compile()
         self._eager.begin(token, state)
-        for layer in self.step.config.engram_layer_ids:
-            self._eager.fetch_rows(layer, ticket)
         self._tier.make_room()
         if not self._runner.start(self._whole):
             return self._eager.run(token, state, ticket)
         try:
             with self._tracer.span("token's graph"), self._tier.serving():
-                self._serve()
+                self._serve(ticket)
         finally:
             self._end()
         if self._mailbox.gave_up:
@@ -103,19 +104,27 @@ class TokenDecoder(SingleTokens):
 
     def _launch(self) -> None:
         """The token, from what lies in host memory to its logits."""
-        step, config = self.step, self.step.config
+        step = self.step
         step.buffers.inputs.copy_(self._eager.inputs, non_blocking=True)
-        step.buffers.engram.copy_(self._eager.rows, non_blocking=True)
         self._tier.send_slots()
         step.begin()
         for layer in range(self._layers):
-            if layer in config.engram_layer_ids:
+            if layer in self._engram_layers:
+                if layer == self._rows_due:
+                    self._await_rows()
                 step.engram(layer)
             step.attention(layer)
             step.route(layer, self._tier.slots)
             self._look_up(layer)
             step.experts(layer, joined=False)
         step.head()
+
+    def _await_rows(self) -> None:
+        b, mailbox = self.step.buffers, self._mailbox
+        self._kernels.await_rows(
+            b.tag, b.given_up, mailbox.status, mailbox.rows_here,
+            layer=self._rows_due, looks=self._looks,
+        )  # fmt: skip
 
     def _look_up(self, layer: int) -> None:
         b, k, mailbox, slots = self.step.buffers, self._kernels, self._mailbox, self._tier.slots
@@ -125,9 +134,11 @@ class TokenDecoder(SingleTokens):
             layer=layer, looks=self._looks,
         )  # fmt: skip
 
-    def _serve(self) -> None:
+    def _serve(self, ticket: int) -> None:
         """Answer the running token, and pass on what it picks and predicts."""
         for layer in range(self._layers):
+            if layer == self._rows_due:
+                self._send_rows(ticket)
             begin = time.perf_counter()
             record = self._mailbox.wait(layer, self._runner.running)
             self.waited_s += time.perf_counter() - begin
@@ -140,6 +151,17 @@ class TokenDecoder(SingleTokens):
             else:
                 self._tier.used(layer, record.picks)
             hint()
+
+    def _send_rows(self, ticket: int) -> None:
+        """Wait for the token's engram rows and send them: it has begun with the layers before."""
+        there = False
+        try:
+            for layer in self._engram_layers:
+                self._eager.fetch_rows(layer, ticket)
+            self.step.buffers.engram.copy_(self._eager.rows, non_blocking=True)
+            there = True
+        finally:
+            self._mailbox.say_rows(self._rows_due, there)
 
     def _answer(self, layer: int, picks: list[int], hint: Callable[[], None]) -> None:
         """Say where `picks` lie, once they are on their way. Who is asked for what is missing shall

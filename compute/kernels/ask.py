@@ -1,13 +1,14 @@
-"""Where a layer's experts lie, asked from inside a captured graph.
+"""Where a layer's experts lie, and whether engram rows are there, asked from inside a graph.
 
 Owns the kernels between a layer's picks and its experts when a whole token is one graph. One tells
 the host what was picked and predicted, through registered host memory. The other, only where the
 router found no address of a pick, waits for the host's answer, with a bound; a wait that runs out
-is the last one of its token.
+is the last one of its token. A third waits likewise for the host to have sent the token's engram
+rows.
 
-They are launched one right after the other. On a device with dependent launches the second runs
-while what the first wrote is still on its way to the host's memory, which takes longer than all
-else; nowhere does it run before the first.
+The first two are launched one right after the other. On a device with dependent launches the second
+runs while what the first wrote is still on its way to the host's memory, which takes longer than
+all else; nowhere does it run before the first.
 
 Every word of the record and of the answer carries the token's tag and layer in its upper half. So
 none needs to be written or seen before another, and a half that is old is never taken for new.
@@ -98,6 +99,21 @@ def _ask(
         tl.store(table + pick * 6 + part, address, mask=there)
 
 
+@triton.jit
+def _await_rows(tag, given_up, status, rows_here, layer, looks):
+    wait_for_previous()
+    release_next()
+    stamp = (tl.load(tag) + layer) << 32
+    left = tl.where(tl.load(given_up) == 0, looks, 0)
+    word = stamp ^ (1 << 32)
+    while ((word ^ stamp) >> 32 != 0) & (left > 0):
+        word = tl.load(rows_here, volatile=True)
+        left -= 1
+    if word != stamp | 1:
+        tl.store(given_up, 1)
+        _post(status + tl.arange(0, 1), stamp + tl.full((1,), 1, tl.int64))
+
+
 def tell(
     routed: torch.Tensor,
     tag: torch.Tensor,
@@ -147,3 +163,20 @@ def ask(
         tag, given_up, first_slot, status, answer, table, layer, looks,
         PICKS=picks, PADDED=triton.next_power_of_2(picks), num_warps=1, **PDL,
     )  # fmt: skip
+
+
+def await_rows(
+    tag: torch.Tensor,
+    given_up: torch.Tensor,
+    status: torch.Tensor,
+    rows_here: torch.Tensor,
+    *,
+    layer: int,
+    looks: int,
+) -> None:
+    """Wait until the host says that the token's engram rows are on the device.
+
+    From the host, on the device: `rows_here` int64 [1], `(tag + layer) << 32 | 1`, without the 1
+    where it gives up. `tag`, `given_up` and `status` as `ask` has them.
+    """
+    _await_rows[(1,)](tag, given_up, status, rows_here, layer, looks, num_warps=1, **PDL)

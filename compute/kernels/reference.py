@@ -17,7 +17,7 @@ import torch
 from compute import formats
 from compute.kernels.attention import AttentionScratch
 from compute.kernels.limbs import Limbs
-from compute.kernels.reference_ask import ask, tell  # noqa: F401 - likewise
+from compute.kernels.reference_ask import ask, await_rows, tell  # noqa: F401 - likewise
 from compute.kernels.reference_index import (  # noqa: F401 - the rest of this module
     choose_blocks,
     choose_rows,

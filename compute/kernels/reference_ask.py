@@ -47,6 +47,26 @@ def ask(
         status.fill_(stamp | 1)
 
 
+def await_rows(
+    tag: torch.Tensor,
+    given_up: torch.Tensor,
+    status: torch.Tensor,
+    rows_here: torch.Tensor,
+    *,
+    layer: int,
+    looks: int,
+) -> None:
+    stamp = (int(tag) + layer) << 32
+    for _ in range(0 if int(given_up) else looks):
+        word = int(rows_here)
+        if (word ^ stamp) >> 32 == 0:
+            if word == stamp | 1:
+                return
+            break
+    given_up.fill_(1)
+    status.fill_(stamp | 1)
+
+
 def _answered(answer: torch.Tensor, stamp: int, looks: int) -> torch.Tensor | None:
     """The answer to the record of `stamp`, once every word of it is there."""
     for _ in range(looks):

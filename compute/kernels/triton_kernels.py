@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compute.kernels.ask import ask, tell
+from compute.kernels.ask import ask, await_rows, tell
 from compute.kernels.attention import attend
 from compute.kernels.begin import begin_token
 from compute.kernels.compressor import compress_step, index_key_step
@@ -23,6 +23,7 @@ from compute.kernels.router import route
 __all__ = [
     "ask",
     "attend",
+    "await_rows",
     "begin_token",
     "bf16_matvec",
     "choose_blocks",

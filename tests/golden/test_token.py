@@ -177,6 +177,42 @@ def test_a_failed_read_leaves_the_device_waiting_or_the_next_token_wrong() -> No
     assert torch.equal(rig.logits(5), wanted[1:])
 
 
+def test_a_token_waits_for_its_rows_before_it_begins() -> None:
+    wanted, _ = eagerly("mini_len016", 4)
+    rig = Rig(2 * PICKS)
+    rows, engram = rig.mini.engram.rows, rig.mini.engram
+    heard: list[bool] = []
+
+    def late(ticket: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heard.append(rig.eager.mailbox.heard(0) is not None)
+        return rows(ticket, index)
+
+    engram.rows = late  # type: ignore[method-assign]
+    assert torch.equal(rig.logits(4), wanted)
+    assert rig.token.repeated == 0
+    assert heard == [True] * 4 * len(config().engram_layer_ids)
+
+
+def test_rows_that_cannot_be_read_leave_the_device_waiting_or_the_next_token_wrong() -> None:
+    wanted, _ = eagerly("mini_len016", 5)
+    rig = Rig(2 * PICKS)
+    rows, engram = rig.mini.engram.rows, rig.mini.engram
+
+    def failing(ticket: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise ReadError("shard 9: Input/output error")
+
+    rig.logits(1)
+    snapshot = rig.state.snapshot()
+    engram.rows = failing  # type: ignore[method-assign]
+    with pytest.raises(ReadError, match="shard 9"):
+        rig.logits(1)
+    engram.rows = rows  # type: ignore[method-assign]
+    engram.open.clear()
+    rig.state.restore(snapshot)
+    assert torch.equal(rig.logits(4), wanted[1:])
+    assert rig.token.repeated == 0
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the arena here is not registered with a GPU")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_slot_of_the_arena_is_rewritten_under_a_running_token(in_place: bool) -> None:

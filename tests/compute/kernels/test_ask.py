@@ -1,5 +1,6 @@
-"""The kernel that asks for absent experts: a record that is not what was routed, an address of
-another expert, a stale half of an answer taken for new, a wait without an end."""
+"""The kernels that ask for absent experts and await engram rows: a record that is not what was
+routed, an address of another expert, a stale half of an answer taken for new, rows of another token
+taken for this one's, a wait without an end."""
 
 from __future__ import annotations
 
@@ -108,3 +109,29 @@ def test_the_host_gives_up_or_gave_up_before() -> None:
     again = both(**absent(0), answer=words, given_up=torch.tensor([1], device=DEVICE))
     assert int(again["status"]) == STAMP | 1
     assert both(given_up=torch.tensor([1], device=DEVICE))["status"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "looks", "given_up", "waits_on"),
+    [
+        (STAMP | 1, 1, 0, False),
+        (STAMP, 3, 0, True),  # the host gives up
+        (STAMP - (1 << 32) | 1, 3, 0, True),  # of the layer before, so too of an earlier token
+        (STAMP | 1, 0, 0, True),
+        (STAMP | 1, 3, 1, True),
+    ],
+)
+def test_rows_of_another_token_are_taken(
+    word: int, looks: int, given_up: int, waits_on: bool
+) -> None:
+    for kernels in (ask, reference_ask):
+        said = arguments(given_up)
+        here = torch.tensor([word], device=DEVICE)
+        state = {"tag": said["tag"], "given_up": said["given_up"], "rows_here": here}
+        if kernels is reference_ask:
+            state = {name: tensor.cpu() for name, tensor in state.items()}
+        kernels.await_rows(**state, status=said["status"], layer=LAYER, looks=looks)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        assert int(state["given_up"]) == waits_on
+        assert int(said["status"]) == (STAMP | 1 if waits_on else 0)
