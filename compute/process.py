@@ -21,6 +21,7 @@ from compute.arena_experts import ArenaExperts
 from compute.generation import Event, Limits, TextGenerator
 from compute.interruption import Interruption
 from compute.kept_states import KeptStates
+from compute.kernels import chunk_kernels
 from compute.layers.linear import product_dtype
 from compute.model import Model
 from compute.predictor import NO_FITTED_GATES, FittedGates
@@ -30,6 +31,7 @@ from compute.route_recorder import RouteRecorder
 from compute.slot_views import slot_views
 from compute.snapshots import Snapshots, identity_of
 from compute.text import TokenBytes
+from compute.warm_up import warm_up
 from compute.weights import ModelWeights
 from protocol import counters
 from protocol.config import ModelConfig, require_file
@@ -253,6 +255,9 @@ def _assemble(
     if device.type == "cuda" and routes is None and spec.graphs == "token":
         control.send(Loading(NAME, "decode kernels, compiled at the first start", 1.0))
     decoding = _decoding(spec, config, weights, fitted, experts, engram, regions.arena, tracer)
+    if chunk_kernels(device) is not None:
+        control.send(Loading(NAME, "prompt kernels, compiled at the first start", 1.0))
+        warm_up(config, weights, limits.chunk_tokens)
     generator = TextGenerator(
         Model(
             config,

@@ -20,6 +20,8 @@ from compute.rope import Rotation
 HEADS = 64
 #: Slots a step of the softmax takes; part of the arithmetic (see the docstring above).
 SLOTS = 64
+#: Slots that are looked at together at least, to find the last filled one.
+LOOKED_AT = 512
 
 
 @triton.jit
@@ -30,7 +32,7 @@ def _last_filled(slots, count, BLOCK: tl.constexpr):
     return tl.max(tl.where(value >= 0, slot + 1, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("near", "far"))
 def _attend_chunk(
     queries, window, near_slots, near, rows, far_slots, far, sink, out, heads, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
@@ -139,7 +141,13 @@ def sparse_attention(
     _attend_chunk[(tokens, triton.cdiv(heads, block))](
         queries, window, window_slots, near, rows, row_slots, far, sink, out, heads, width**-0.5,
         D=width, BLOCK_D=triton.next_power_of_2(max(width, 16)), HEADS=block, SLOTS=SLOTS,
-        NEAR=triton.next_power_of_2(near), FAR=triton.next_power_of_2(far) if far else 0,
+        NEAR=_looked_at(near), FAR=_looked_at(far) if far else 0,
         num_warps=8 if block == HEADS else 4, num_stages=2, **UNFUSED,
     )  # fmt: skip
     return out
+
+
+def _looked_at(slots: int) -> int:
+    """How many are looked at for the last filled one; few sizes, since each is compiled."""
+    fitting: int = triton.next_power_of_2(slots)
+    return max(LOOKED_AT, fitting)

@@ -25,6 +25,8 @@ from compute.kernels.numeric import (
 
 #: Keys one program scores.
 KEYS = 64
+#: Items one program looks at together when it chooses. Few sizes, since each is compiled.
+BLOCKS = (64, 256, 1024, 4096)
 #: The ordered form of -inf, below that of every score; 0 stands for what is no score at all.
 _LEAST = tl.constexpr(0x007F)
 
@@ -51,7 +53,7 @@ def _index_queries(
     tl.store(weights + token * heads + head, as_bf16(w))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("blocks", "capacity"))
 def _index_scores(
     queries, weights, keys, visible, allowed, blocks, scores, capacity, heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
@@ -113,7 +115,7 @@ def _cut(histogram, wanted):
     return chosen, tl.sum(tl.where(digit > chosen, histogram, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("capacity", "width", "wanted"))
 def _choose(
     scores, visible, out, capacity, width, wanted,
     GROUP: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
@@ -240,5 +242,4 @@ def choose_blocks(
 
 
 def _block(items: int) -> int:
-    fitting: int = triton.next_power_of_2(items)
-    return max(32, min(4096, fitting))
+    return next((block for block in BLOCKS if block >= items), BLOCKS[-1])

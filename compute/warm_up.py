@@ -1,0 +1,109 @@
+"""A prompt's kernels, compiled and loaded before the first prompt comes.
+
+Owns which made-up passes that takes, and sources that read nothing for them: every expert is the
+same zeros, and so are all engram rows. No reader is asked and no state is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from compute.model import Model
+from compute.sources import Addresses, ExpertBytes
+from compute.weights import ModelWeights
+from protocol.config import ModelConfig
+
+#: Passes over sequences of their own, besides one over a whole chunk. Triton compiles a kernel anew
+#: for numbers that are multiples of 16, so lengths and places of both kinds occur; and what chooses
+#: rows has a form for each of several lengths.
+LENGTHS = ((77, 40, 48), (1024,), (4096,))
+# Any other token than those with a meaning of their own.
+_FIRST_TOKEN = 3
+
+
+class SameExpert:
+    """A PlacedExperts of which every expert is the same zeros."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        widening, narrowing = (inner, hidden), (hidden, inner)
+        shapes = [
+            (rows, columns // share)
+            for rows, columns in (widening, widening, narrowing)
+            for share in (2, 32)
+        ]
+        zeros = (torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
+        self._expert = ExpertBytes(*zeros)
+        self._addresses = np.array([part.data_ptr() for part in self._expert])
+
+    def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
+        return ((expert, self._expert) for expert in experts)
+
+    def place(
+        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
+    ) -> Addresses:
+        return self._addresses[None].repeat(len(experts), 0)
+
+    def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
+        return list(experts), self.place(layer, experts)
+
+    def hint(
+        self,
+        layer: int,
+        picks: Sequence[int],
+        predicted_layer: int | None,
+        predicted: Sequence[int],
+        scores: Sequence[float],
+    ) -> None:
+        """Nothing is ever missing."""
+
+    def release(self) -> None:
+        """Nothing is ever rewritten."""
+
+
+class SameRows:
+    """An EngramSource of zeros; a ticket is how many tokens it is for."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._shape = (config.engram_rows_per_token, config.engram_head_dim)
+        self._device = device
+
+    def request(self, start: int, tokens: Sequence[int], history: Sequence[int]) -> int:
+        return len(tokens)
+
+    def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, width = self._shape
+        return self._zeros(ticket, rows, width), self._zeros(ticket, rows, width // 32)
+
+    def done(self, ticket: int) -> None:
+        """Nothing is kept."""
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
+
+
+def warm_up(config: ModelConfig, weights: ModelWeights, chunk_tokens: int) -> None:
+    """Run passes of `chunk_tokens` tokens and of fewer: what they launch is compiled and loaded."""
+    device = weights.embed.device
+    rows = SameRows(config, device)
+    model = Model(config, weights, SameExpert(config, device), rows)
+    longest = min(chunk_tokens, config.max_position_embeddings)
+    sequences = [[min(length, longest) for length in lengths] for lengths in LENGTHS]
+    for lengths in dict.fromkeys([(longest,), *map(tuple, sequences)]):
+        state = model.new_state()
+        for length in lengths:
+            count = min(length, config.max_position_embeddings - state.length)
+            if count:
+                ticket = rows.request(state.length, range(count), ())
+                model.forward(_tokens(count, config), state, ticket)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _tokens(count: int, config: ModelConfig) -> torch.Tensor:
+    """int64 [count], all different if there are that many, so that they pick many experts."""
+    span = config.vocab_size - _FIRST_TOKEN
+    return _FIRST_TOKEN + torch.arange(count) * 7919 % span
