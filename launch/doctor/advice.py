@@ -1,4 +1,4 @@
-"""From facts to advice: options, the speed to expect and what binds it, and what to mend.
+"""From facts to advice: options, the speed that bytes allow and what binds it, and what to mend.
 
 Pure arithmetic over what was found and measured. The estimate counts bytes; it is no promise.
 """

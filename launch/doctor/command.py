@@ -130,7 +130,7 @@ def _show(
                 "cache",
                 f"{format_size(advice.cache_bytes)}, {advice.cache_share:.0%} of the experts",
             ),
-            ("expect", _speed(advice.likely)),
+            ("at most", _speed(advice.likely)),
             ("without locality", _speed(advice.worst)),
         ],
     )
