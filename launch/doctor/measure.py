@@ -82,7 +82,8 @@ def _rate(
         # As the arena has it.
         memory = private_memory(length)
         reads = 0.0
-        while time.perf_counter() < deadline:
+        # At least one, however busy the machine or slow the disk: a rate is divided by.
+        while not reads or time.perf_counter() < deadline:
             descriptor, size = draw.choice(descriptors)
             offset = draw.randrange(max(1, (size - length) // BLOCK)) * BLOCK
             # A file shorter than a whole read counts for what it gave.

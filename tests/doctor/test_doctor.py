@@ -140,6 +140,11 @@ def test_this_machine_is_looked_at_and_its_disk_is_measured() -> None:
     assert all(rate > 0 for rate in disk.by_readers.values()) and disk.rows_per_s > 0
 
 
+def test_a_disk_too_slow_for_one_read_in_the_time_has_no_speed() -> None:
+    disk = measure_disk(sorted(MINI.glob("*.safetensors")), 24_576, seconds=0.0)
+    assert all(rate > 0 for rate in disk.by_readers.values()) and disk.rows_per_s > 0
+
+
 def test_json_is_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "measure_disk", lambda files, size: DISK)
     result = CliRunner().invoke(command.doctor_command, [str(MINI), "--json"])
