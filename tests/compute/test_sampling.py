@@ -92,6 +92,7 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: set[int]):
 def test_top_p_counts_what_top_k_left():
     # Of 0.4 and 0.3 the first is 0.57 of what top-k left.
     assert support(logits_of(0.4, 0.3, 0.3), top_k=2, top_p=0.5) == {0}
+    assert support(logits_of(0.4, 0.3, 0.3), top_k=2, top_p=0.6) == {0, 1}
 
 
 def test_top_p_of_a_flat_vocabulary_is_wider_than_the_first_look():

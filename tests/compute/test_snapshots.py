@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,15 @@ def test_a_damaged_file_is_refused_and_removed(
     assert "refused and removed" in capfd.readouterr().err
 
 
+def test_a_state_of_other_shapes_is_refused_though_its_digest_holds(tmp_path: Path) -> None:
+    state = state_of(20)
+    windows = state.snapshot["windows"]
+    assert isinstance(windows, torch.Tensor)
+    saved(tmp_path, replace(state, snapshot={**state.snapshot, "windows": windows[1:].clone()}))
+    store = opened(tmp_path)
+    assert store.longest([*state.tokens, 1], 0) is None and store.refused == 1
+
+
 def test_a_damaged_file_does_not_hide_a_shorter_good_one(tmp_path: Path) -> None:
     short, long = state_of(8), state_of(20)
     files = saved(tmp_path, short, long)
@@ -220,6 +230,7 @@ def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
 
 
 def test_nobody_else_can_read_what_was_said(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir(mode=0o755)
     (path,) = saved(tmp_path / "new", state_of(5))
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700

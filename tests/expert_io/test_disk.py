@@ -104,8 +104,11 @@ def test_an_error_that_passes_is_not_seen(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     preadv = Broken(fails(errno.EIO), fails(errno.EIO))
-    ShardFiles([str(shard)], False, preadv).read(0, 0, BLOCK, memory[:BLOCK])
+    files = ShardFiles([str(shard)], False, preadv)
+    before = set(os.listdir("/proc/self/fd"))
+    files.read(0, 0, BLOCK, memory[:BLOCK])
     assert memory[:BLOCK] == shard.read_bytes()[:BLOCK] and preadv.calls == 3
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 1, "each attempt's file is closed"
 
 
 def test_an_error_that_stays_names_file_offset_and_reason(

@@ -22,7 +22,7 @@ from protocol.wire import Message
 
 WAIT_S = 10.0
 NAME = reader_name(0)
-CONTENT = bytes(range(200)) * (2 * BLOCK // 200) + b"\1" * (2 * BLOCK % 200)
+CONTENT = (bytes(range(200)) * BLOCK)[: 2 * BLOCK - 1] + b"\xff"
 GOOD = ReadOrder(
     order=1, file=0, offset=0, length=2 * BLOCK, needed=2 * BLOCK, arena_offset=0,
     scales=[16, 32], slot=0, piece=0, generation=7, lane=0, layer=0, expert=0,
@@ -111,3 +111,13 @@ def test_a_senseless_order_is_answered_and_ends_no_reader(
     assert isinstance(done, ReadDone) and done.order == 1
     assert reading.arena.data[0].tobytes() == CONTENT and not reading.arena.data[1].any()
     assert reading.arena.landed.tolist() == [[7], [0]]
+
+
+def test_a_scale_that_is_no_number_fails_the_read_with_its_place(reading: Reading) -> None:
+    last = replace(GOOD, offset=BLOCK, length=BLOCK, needed=BLOCK, arena_offset=2 * BLOCK, slot=1)
+    begin = 3 * BLOCK - 16
+    answer = reading.answer(replace(last, scales=[2 * BLOCK, 2 * BLOCK + 8, begin, 3 * BLOCK]))
+    assert isinstance(answer, ReadFailed)
+    assert f"in the 16 bytes at offset {2 * BLOCK - 16} is not a number" in answer.reason
+    assert not reading.arena.landed.any()
+    assert isinstance(reading.answer(replace(last, scales=[begin, 3 * BLOCK - 1])), ReadDone)

@@ -43,6 +43,31 @@ def test_the_most_picked_come_first_and_old_picks_fade(tmp_path: Path) -> None:
     assert warm.path.stat().st_mode & 0o777 == 0o600
 
 
+def test_picks_said_again_count_once_and_later_ones_outweigh_earlier(tmp_path: Path) -> None:
+    warm = warm_set(tmp_path)
+    for _ in range(3):
+        warm.picked(7, 0, [0])
+    for step in (8, 9):
+        warm.picked(step, 1, [4])
+    warm.picked(10, 2, [2])
+    assert warm.hottest(3) == [(1, 4), (2, 2), (0, 0)]
+    warm.save(3)
+    assert (0, 0) in warm_set(tmp_path).load()
+
+
+def test_weights_that_grow_for_ever_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expert_io.warm_set._RESCALE_AT", 1.5)
+    often, plain = warm_set(tmp_path), warm_set(tmp_path)
+    for step in range(4000):
+        often.picked(step, step % 3, [step % 7])
+    monkeypatch.undo()
+    for step in range(4000):
+        plain.picked(step, step % 3, [step % 7])
+    assert often.hottest(21) == plain.hottest(21)
+
+
 def test_a_short_run_does_not_forget_the_long_one_before(tmp_path: Path) -> None:
     first = warm_set(tmp_path / "new" / "directory")
     for expert in (5, 4, 3):
@@ -95,6 +120,20 @@ def test_nothing_is_left_where_it_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="next start is cold"):
         warm.save(1)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    taken = warm_set(tmp_path / "new")
+    taken.path.mkdir(parents=True)
+    taken.picked(0, 0, [1])
+    with pytest.raises(ResourceError, match="next start is cold"):
+        taken.save(1)
+    assert list((tmp_path / "new").iterdir()) == [taken.path]
+
+
+def test_a_run_that_picked_nothing_keeps_what_was_there(tmp_path: Path) -> None:
+    warm = warm_set(tmp_path)
+    warm.picked(0, 0, [1])
+    warm.save(1)
+    warm_set(tmp_path).save(1)
+    assert warm_set(tmp_path).load() == [(0, 1)]
 
 
 def test_pinned_experts_are_named_in_ranges_and_checked() -> None:

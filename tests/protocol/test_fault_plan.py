@@ -44,7 +44,11 @@ def test_a_delay_lasts_as_long_as_it_says_and_a_jittered_one_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["explode", "eio:when=1", "eio:times=x", "eio:expert=5", "eio:every=0", "delay:=", ":"]
+    "text",
+    [
+        *("explode", "eio:when=1", "eio:times=x", "eio:expert=5", "eio:every=0", "delay:=", ":"),
+        *(f"delay:seconds={seconds}" for seconds in ("-1", "3601", "nan")),
+    ],
 )
 def test_what_is_not_understood_is_said(text: str) -> None:
     with pytest.raises(UsageError, match="fault "):
