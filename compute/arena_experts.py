@@ -154,7 +154,7 @@ class ArenaExperts:
             self._progress.used(self._last_demand)
         # A device that still copies lets its slots go at the next fetch.
         if self._views.idle():
-            self._let_go()
+            self.let_go()
 
     def look_up(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Directory words of `experts`, ABSENT where one is not resident."""
@@ -164,7 +164,7 @@ class ArenaExperts:
         """Let the layer before go and count what is here of this one; its directory words."""
         self._progress.at_layer(layer)
         self._interruption.check()
-        self._let_go()
+        self.let_go()
         words = self.look_up(layer, experts)
         missing = words.count(ABSENT)
         self.counts[counters.DEMAND_HITS] += len(words) - missing
@@ -187,7 +187,7 @@ class ArenaExperts:
                 return
             # A long prompt picks every expert of a layer, which takes a CPU its time.
             self._interruption.check()
-            self._let_go()
+            self.let_go()
             words = self.look_up(layer, pending)
             # Besides what is still missing, a hit may have been evicted in the meantime.
             self._demand_missing(layer, pending, words)
@@ -210,7 +210,8 @@ class ArenaExperts:
             # The slot of the last one stays held by the epoch.
             self._progress.used(done)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Hold no slot any more, once the device has read what it still reads."""
         self._views.wait_idle()
         if self._verify_slots:
             for layer, expert, word in self._held:

@@ -1,7 +1,7 @@
 """The compute process: takes requests from the supervisor and answers them, one at a time.
 
 Wires the model to its sources and its text generator to the control socket, and owns the queue of
-requests. Started by the supervisor as `python -m compute.process PIPE PARENT_PID`.
+requests. Started by the supervisor as `python -m protocol compute.process PIPE PARENT_PID`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,14 +41,7 @@ from protocol.errors import CheckpointError, FailureKind, HeadraceError, UsageEr
 from protocol.identity import PREDICTOR_NAME, checkpoint_identity
 from protocol.layouts import ABSENT, Arena, Directory, EngramRing, Progress
 from protocol.lifecycle import run_child
-from protocol.messages import (
-    Cancel,
-    Finished,
-    Generate,
-    Hello,
-    Loading,
-    Ready,
-)
+from protocol.messages import Cancel, Finished, Generate, Hello, Loading, Ready
 from protocol.shards import Shards
 from protocol.specs import ComputeSpec
 from protocol.trace import Tracer
@@ -70,8 +64,16 @@ DELIVERY_PAUSE_S = 0.005
 class ComputeProcess:
     """Owns the control socket's side of requests for the life of the process."""
 
-    def __init__(self, control: Channel, generator: TextGenerator, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        control: Channel,
+        generator: TextGenerator,
+        tracer: Tracer,
+        let_go: Callable[[], object],
+    ) -> None:
+        """`let_go` gives up every slot of the arena, once the device has read it."""
         self._control = control
+        self._let_go = let_go
         self._generator = generator
         self._progress = generator.progress
         self._tracer = tracer
@@ -87,7 +89,7 @@ class ComputeProcess:
             if not self._queue:
                 received = self._control.receive(IDLE_WAKE_S)
                 # Idle it holds no slot, whatever the service takes out in the meantime.
-                self._progress.holds_no_slot()
+                self._let_go()
                 self._progress.beat()
                 if received is not None:
                     self._take(received[1])
@@ -215,8 +217,9 @@ class Decoding(NamedTuple):
 
 def _assemble(
     spec: ComputeSpec, context: zmq.Context[zmq.Socket[bytes]], control: Channel, tracer: Tracer
-) -> tuple[TextGenerator, dict[str, str]]:
-    """A generator over the checkpoint and the group's shared memory, and the facts about it."""
+) -> tuple[TextGenerator, Callable[[], object], dict[str, str]]:
+    """A generator over the checkpoint and the group's shared memory, what lets its slots go, and
+    the facts about it."""
     device = open_device(spec.device)
     checkpoint = Path(spec.checkpoint)
     config = ModelConfig.load(checkpoint)
@@ -294,7 +297,7 @@ def _assemble(
         "prediction": "fitted gates" if fitted.gates else "the next layer's own gate",
         "context": f"{limits.context} tokens, prefill {limits.chunk_tokens} at a time",
     }
-    return generator, facts
+    return generator, experts.let_go, facts
 
 
 def _decoding(
@@ -389,9 +392,9 @@ def serve(spec: ComputeSpec) -> None:
     if spec.threads > 0:
         torch.set_num_threads(spec.threads)
     tracer = Tracer(NAME, spec.trace)
-    generator, facts = _assemble(spec, context, control, tracer)
+    generator, let_go, facts = _assemble(spec, context, control, tracer)
     control.send(Ready(NAME, facts))
-    ComputeProcess(control, generator, tracer).run()
+    ComputeProcess(control, generator, tracer, let_go).run()
 
 
 if __name__ == "__main__":
