@@ -89,6 +89,19 @@ def test_what_is_here_comes_before_what_is_missing():
         assert order[:2] == [5, 7] and sorted(order[2:]) == [0, 6]
 
 
+def test_what_is_missing_is_asked_for_before_the_first_item_is_drawn():
+    with ExpertRig(20, reserve=0) as rig:
+        fetch_all(rig, 1, [5])
+        drawn_later = rig.experts.fetch(1, [5, 7])
+        rig.experts.hint(1, [5, 7], None, [], [])
+        assert [expert for expert, _ in drawn_later] == [5, 7]
+        rig.experts.release()
+        said = rig.log.read_text(encoding="utf-8").splitlines()
+        asked = next(i for i, line in enumerate(said) if "experts=[7]" in line)
+        hinted = next(i for i, line in enumerate(said) if line.startswith("Hint("))
+        assert asked < hinted
+
+
 def test_finished_demands_lose_their_protection():
     with ExpertRig(6) as rig:
         fetch_all(rig, 0, [0, 1, 2])
