@@ -57,8 +57,8 @@ def test_an_io_error_that_passes_is_not_seen_by_compute() -> None:
 def test_a_read_that_keeps_failing_fails_its_request_and_nothing_else(
     fault: str, said: str
 ) -> None:
-    # The mini tables are so small that a layer is two reads, its rows and their scales; both layers of
-    # a few tokens are read at once.
+    # The mini tables are so small that a layer is two reads, its rows and their scales; both layers
+    # of a few tokens are read at once.
     with EngramProcess(faults=f"{fault}:times={4 * ATTEMPTS}") as engram:
         engram.ask(0, [5, 6])
         (answer,) = engram.answers(0)
