@@ -71,14 +71,16 @@ def serve_command(group: GroupOptions, quiet: bool, **server: Any) -> None:
     HEADRACE_API_KEY=… headrace serve DIR --host 0.0.0.0
     """
     # An HTTP server's libraries are many modules, which no other command should wait for.
-    from launch.server.http import running_server
+    from launch.server.http import bound_socket, running_server
 
     options = ServerOptions(**server)
+    # Before the weights, whose loading takes minutes.
+    listening = bound_socket(options)
 
     async def main() -> None:
         async with running_group(group) as running:
             log = _silent if quiet else _log
-            async with running_server(running, options, log) as url:
+            async with running_server(running, options, log, listening) as url:
                 console.print(f"page: {url}    OpenAI base URL: {url}/v1    Ctrl-C ends it")
                 await _until_failure(running)
 

@@ -74,10 +74,13 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def running_server(
-    engine: Engine, options: ServerOptions, log: Callable[[str], None] = lambda line: None
+    engine: Engine,
+    options: ServerOptions,
+    log: Callable[[str], None] = lambda line: None,
+    listening: socket.socket | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `engine`; gives the address. `log` gets a line for each answer. Raises ResourceError
-    where the address cannot be bound."""
+    """Serve `engine`, on `listening` where `bound_socket` was called before; gives the address.
+    `log` gets a line for each answer. Raises ResourceError where the address cannot be bound."""
     app = build_app(engine, options, log)
     most = _most_connections(options.max_connections)
     if most < options.max_connections:
@@ -94,7 +97,7 @@ async def running_server(
         server_header=False,
     )
     server = _Server(config)
-    listening = _listen(options)
+    listening = listening or bound_socket(options)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         while not server.started and not serving.done():
@@ -117,7 +120,8 @@ def _most_connections(wanted: int) -> int:
     return max(1, min(wanted, free - TOLD - RESERVED_FILES))
 
 
-def _listen(options: ServerOptions) -> socket.socket:
+def bound_socket(options: ServerOptions) -> socket.socket:
+    """The address taken, for `running_server`; nobody can connect yet. Raises ResourceError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM

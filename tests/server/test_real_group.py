@@ -9,6 +9,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import pytest
 from openai import APIError, BadRequestError, NotFoundError, RateLimitError
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.real_server import MINI, RealServer, real_server
+from tests.server.real_server import MINI, ROOT, RealServer, real_server
 
 CONTEXT = 512
 WEATHER: Any = {
@@ -286,6 +288,18 @@ def test_compute_killed_ends_the_server_with_one_line() -> None:
         assert server.process.wait(5) == 5
         assert server.process.stderr is not None
         assert "compute ended: killed by SIGKILL" in server.process.stderr.read()
+
+
+def test_a_taken_port_is_found_once_the_weights_are_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, str(ROOT / "launch.py"), "serve", str(MINI), "--port", port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 4
+    assert ended.stderr == (
+        f"headrace: cannot listen on 127.0.0.1 port {port} (Address already in use); choose "
+        "another with --host and --port\n"
+    )
 
 
 def test_idle_connections_leave_no_file_to_replace_a_reader_with() -> None:
