@@ -20,6 +20,8 @@ from protocol.config import ModelConfig
 #: for numbers that are multiples of 16, so lengths and places of both kinds occur; and what chooses
 #: rows has a form for each of several lengths.
 LENGTHS = ((77, 40, 48), (1024,), (4096,))
+# A longer chunk launches nothing else, and a start should not take its time.
+MOST_TOKENS = 8192
 # Any other token than those with a meaning of their own.
 _FIRST_TOKEN = 3
 
@@ -90,7 +92,7 @@ def warm_up(config: ModelConfig, weights: ModelWeights, chunk_tokens: int) -> No
     device = weights.embed.device
     rows = SameRows(config, device)
     model = Model(config, weights, SameExpert(config, device), rows)
-    longest = min(chunk_tokens, config.max_position_embeddings)
+    longest = min(chunk_tokens, MOST_TOKENS, config.max_position_embeddings)
     sequences = [[min(length, longest) for length in lengths] for lengths in LENGTHS]
     for lengths in dict.fromkeys([(longest,), *map(tuple, sequences)]):
         state = model.new_state()
