@@ -114,7 +114,7 @@ class FittedGates:
             raise CheckpointError(f"{path}: was fitted for another checkpoint; fit it again")
         try:
             gates = {key: _moved(tensors, key, own) for key in map(_key, _stems(tensors))}
-        except (KeyError, ValueError, IndexError, RuntimeError):
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
             raise CheckpointError(
                 f"{path}: its tensors do not fit the model; fit it again"
             ) from None
@@ -151,6 +151,8 @@ def _moved(
     gate = own[key[2]]
     slope, offset = calibration.tolist()
     moved = gate.weight.float() + (up @ down).to(gate.weight.device)
+    if moved.shape != gate.weight.shape:
+        raise ValueError(f"{key}: of another shape")
     if not (moved.isfinite().all() and math.isfinite(slope) and math.isfinite(offset)):
         raise ValueError(f"{key}: not finite")
     return PredictingGate(GateWeights(moved.to(gate.weight.dtype), gate.bias), slope, offset)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
-from compute.predictor import FittedGates, predict
+from compute.predictor import FITTED_FORMAT, FittedGates, predict
 from compute.process import fitted_gates
 from compute.weights import GateWeights, ModelWeights, load_gates
 from launch.cli import cli
@@ -173,6 +174,30 @@ def test_the_kept_file_predicts_what_was_recorded(checkpoint: Path, fitted: Path
         scores = gate.scores(said.margins)
         first += bool(scores[0] > 0 > scores[-1])
     assert right > 0.9 * k * TOKENS / 20 and first > 0.9 * TOKENS / 20
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"calibration": torch.tensor(1.0)},
+        {"calibration": torch.tensor([1.0, torch.nan])},
+        {"up": torch.ones(3, 2)},
+        {"up": torch.ones(5, 4, 2)},
+        {"down": torch.ones(4)},
+    ],
+    ids=str,
+)
+def test_a_file_of_senseless_tensors_is_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor]
+) -> None:
+    own = [GateWeights(torch.ones(4, 8), torch.zeros(4))] * 2
+    parts = {"up": torch.ones(4, 2), "down": torch.ones(2, 8), "calibration": torch.ones(2)}
+    path, metadata = tmp_path / "kept", {"format": FITTED_FORMAT, "identity": "ab"}
+    save_file({f"moe.1.1.{name}": part for name, part in parts.items()}, path, metadata)
+    assert set(FittedGates.load(path, own, "ab").gates) == {(MOE, 1, 1)}
+    save_file({f"moe.1.1.{name}": part for name, part in (parts | changes).items()}, path, metadata)
+    with pytest.raises(CheckpointError, match="do not fit the model"):
+        FittedGates.load(path, own, "ab")
 
 
 def test_fitting_again_or_for_another_checkpoint_does_not_mix(
