@@ -59,7 +59,11 @@ def products_of_torch(of: ModelConfig) -> int:
             hidden = int((tensor == -torch.inf).sum())
             masked[0] += 2 * of.index_n_heads * of.index_head_dim * hidden
         if name == "topk_idxs":
-            readers = [of.index_source(at) for at in range(of.num_hidden_layers)].count(layer)
+            readers = sum(
+                of.compress_ratios[at] > 0
+                and max(source for source in of.index_source_layer_ids if source <= at) == layer
+                for at in range(layer, of.num_hidden_layers)
+            )
             masked[0] += readers * a_slot * int((tensor == -1).sum())
 
     a_slot = 4 * of.num_attention_heads * of.head_dim
