@@ -24,6 +24,9 @@ from protocol.wire import Message
 
 READER_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
+# Open files or threads that lack for a moment do not end the group for one reader.
+ROOM_S = 5.0
+ROOM_AGAIN_S = 0.1
 # A child told to stop gets a part of the two seconds in which everything has to be over; on a busy
 # machine the rest goes into releasing memory and ending the interpreter.
 STOP_S = 0.7
@@ -121,26 +124,34 @@ class Processes:
         error = death_error(child, code, self._budget, oom_kills() > self._oom_kills)
         if child.name.startswith("reader-") and code < 0:
             if self._may_restart():
-                failed = self._replace(child)
-                if failed is None:
-                    self.readers_replaced += 1
-                    self._on_line(child.name, f"{child.killed_for or _how(code)}; replaced")
-                    return
-                error = ProcessDied(f"{error}; it cannot be replaced: {failed}")
-            else:
-                window = f"{READER_RESTARTS + 1} readers within {RESTART_WINDOW_S:.0f} s"
-                error = ProcessDied(f"{window} ended, which is no accident; the last: {error}")
-        self._stopping = True
-        self._on_death(error)
+                self._replace(child, code, error, time.monotonic() + ROOM_S)
+                return
+            window = f"{READER_RESTARTS + 1} readers within {RESTART_WINDOW_S:.0f} s"
+            error = ProcessDied(f"{window} ended, which is no accident; the last: {error}")
+        self._end(error)
 
-    def _replace(self, reader: Child) -> Exception | None:
-        """Start its next incarnation; why that cannot be, where it cannot."""
+    def _replace(self, reader: Child, code: int, error: HeadraceError, until: float) -> None:
+        """Start its next incarnation; where the machine has no room, try again until `until`."""
+        if self._stopping:
+            return
         number = int(reader.name.removeprefix("reader-"))
         try:
             self.start_reader(number, reader.incarnation + 1)
-        except (HeadraceError, OSError) as error:
-            return refused_by_machine(error) or error
-        return None
+        except (HeadraceError, OSError, RuntimeError) as failed:
+            refused = refused_by_machine(failed)
+            if refused is not None and time.monotonic() < until:
+                asyncio.get_running_loop().call_later(
+                    ROOM_AGAIN_S, self._replace, reader, code, error, until
+                )
+                return
+            self._end(ProcessDied(f"{error}; it cannot be replaced: {refused or failed}"))
+            return
+        self.readers_replaced += 1
+        self._on_line(reader.name, f"{reader.killed_for or _how(code)}; replaced")
+
+    def _end(self, error: HeadraceError) -> None:
+        self._stopping = True
+        self._on_death(error)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

@@ -4,14 +4,18 @@ it, or is replaced for ever. Through the whole group, the supervisor replacing."
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launch import processes
+from launch.child import Child, spawn_child
 from launch.processes import READER_RESTARTS
 from protocol.errors import ProcessDied
 from protocol.messages import Finished
@@ -116,6 +120,26 @@ def test_a_read_that_fails_for_good_takes_the_group_with_it() -> None:
         answers = [group.events(PROMPT, TOKENS) for _ in range(4)]
         assert tokens_of(answers[-1]) == reference()
         assert replaced(group) == 0
+
+
+@pytest.mark.parametrize(
+    "refusal", [OSError(errno.EMFILE, "Too many"), RuntimeError("can't start new thread")]
+)
+def test_a_moment_without_room_for_a_reader_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    refusals = [refusal] * 3
+
+    def spawn(*arguments: Any, **more: Any) -> Child:
+        if refusals:
+            raise refusals.pop()
+        return spawn_child(*arguments, **more)
+
+    with RunningGroup(readers=1) as group:
+        monkeypatch.setattr(processes, "spawn_child", spawn)
+        os.kill(group.group.pids["reader-0"], signal.SIGKILL)
+        assert group.tokens(PROMPT, TOKENS) == reference()
+        assert replaced(group) == 1 and not refusals
 
 
 def test_a_reader_that_cannot_be_replaced_is_waited_for() -> None:
