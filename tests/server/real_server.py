@@ -46,7 +46,10 @@ class RealServer:
 
 
 @contextmanager
-def real_server(checkpoint: Path = MINI, *arguments: str) -> Iterator[RealServer]:
+def real_server(
+    checkpoint: Path = MINI, *arguments: str, most_files: int | None = None
+) -> Iterator[RealServer]:
+    """`most_files` is how many it may have open."""
     # What a test says does not stay on this machine, unless the test is about that.
     private = (
         {}
@@ -54,6 +57,8 @@ def real_server(checkpoint: Path = MINI, *arguments: str) -> Iterator[RealServer
         else {"HEADRACE_SNAPSHOT_BYTES": "0", "HEADRACE_WARM_DIR": "off"}
     )
     command = [sys.executable, str(ROOT / "launch.py"), "serve", str(checkpoint), "--port", "0"]
+    if most_files is not None:
+        command = ["sh", "-c", f'ulimit -S -n {most_files} && exec "$@"', "sh", *command]
     process = subprocess.Popen(
         [*command, "--device", "cpu", "--threads", "1", *arguments],
         stderr=subprocess.PIPE,

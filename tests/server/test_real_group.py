@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -303,19 +302,13 @@ def test_a_taken_port_is_found_once_the_weights_are_loaded() -> None:
 
 
 def test_idle_connections_leave_no_file_to_replace_a_reader_with() -> None:
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
-    try:
-        with real_server() as server, contextlib.ExitStack() as idle:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-            for _ in range(100):
-                address = ("127.0.0.1", server.http.base_url.port)
-                idle.enter_context(socket.create_connection(address))
-            os.kill(server.child("expert_io.reader"), signal.SIGKILL)
-            assert server.process.stderr is not None
-            said = next(line for line in server.process.stderr if "SIGKILL" in line)
-            assert said.endswith(": killed by SIGKILL; replaced\n")
-            idle.close()
-            assert ask(server).usage.completion_tokens == 8
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    with real_server(most_files=100) as server, contextlib.ExitStack() as idle:
+        for _ in range(100):
+            address = ("127.0.0.1", server.http.base_url.port)
+            idle.enter_context(socket.create_connection(address))
+        os.kill(server.child("expert_io.reader"), signal.SIGKILL)
+        assert server.process.stderr is not None
+        said = next(line for line in server.process.stderr if "SIGKILL" in line)
+        assert said.endswith(": killed by SIGKILL; replaced\n")
+        idle.close()
+        assert ask(server).usage.completion_tokens == 8
