@@ -13,7 +13,7 @@ import pytest
 
 from protocol import counters
 from protocol.errors import HeadraceError, ReadError, StallError
-from protocol.layouts import ABSENT, Progress
+from protocol.layouts import Progress
 from tests.ipc.compute_side import ExpertRig, mini_config, resident, same_bytes
 
 EXPERTS = mini_config().n_routed_experts
