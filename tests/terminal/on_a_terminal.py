@@ -74,6 +74,8 @@ class Terminal:
 def on_a_terminal(*arguments: str, environment: dict[str, str]) -> Iterator[Terminal]:
     pid, descriptor = pty.fork()
     if pid == 0:
+        # As a shell there would have it, though the tests may run in the background.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.environ.update(environment, TERM="xterm-256color", OMP_NUM_THREADS="1")
         os.execv(sys.executable, [sys.executable, str(ROOT / "launch.py"), *arguments])
     fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
