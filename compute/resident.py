@@ -1,6 +1,7 @@
 """Every routed expert's bytes held in this process: the forward pass without any I/O beside it.
 
-For tests and for measuring what the process group costs; a released checkpoint does not fit.
+For tests, for measuring what the process group costs, and for passes over made-up experts; a
+released checkpoint does not fit.
 """
 
 from __future__ import annotations
@@ -26,17 +27,28 @@ class ResidentExperts:
 
     def __init__(
         self,
+        layers: Sequence[Sequence[ExpertBytes]],
+        arrival: Callable[[int, Sequence[int]], Sequence[int]] = in_order,
+    ) -> None:
+        """`layers` has every expert of every layer."""
+        self._layers = layers
+        self._arrival = arrival
+
+    @classmethod
+    def read(
+        cls,
         shards: Shards,
         device: torch.device,
         arrival: Callable[[int, Sequence[int]], Sequence[int]] = in_order,
-    ) -> None:
+    ) -> ResidentExperts:
+        """All of a checkpoint's. Raises CheckpointError where a file was cut short."""
         config = shards.config
-        self._arrival = arrival
         experts = range(config.n_routed_experts)
-        self._layers = [
-            [_read_expert(shards, layer, expert, device) for expert in experts]
-            for layer in range(config.num_hidden_layers)
-        ]
+        layers = range(config.num_hidden_layers)
+        return cls(
+            [[_read_expert(shards, at, expert, device) for expert in experts] for at in layers],
+            arrival,
+        )
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
         held = self._layers[layer]

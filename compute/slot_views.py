@@ -172,6 +172,15 @@ def tensor_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     return list(_shapes(config).values())
 
 
+def zero_expert(config: ModelConfig, device: torch.device) -> ExpertBytes:
+    """An expert of zeros, in memory of its own."""
+    tensors = {
+        field: torch.zeros(shape, dtype=torch.uint8, device=device)
+        for field, shape in zip(_FIELDS, _shapes(config).values(), strict=True)
+    }
+    return ExpertBytes(**tensors)
+
+
 def _carve(
     memory: torch.Tensor, base: int, place: Sequence[int], shapes: dict[str, tuple[int, int]]
 ) -> ExpertBytes:

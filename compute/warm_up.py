@@ -1,18 +1,18 @@
 """A prompt's kernels, compiled and loaded before the first prompt comes.
 
-Owns which made-up passes that takes, and sources that read nothing for them: every expert is the
-same zeros, and so are all engram rows. No reader is asked and no state is left.
+Owns which made-up passes that takes, and what they compute with: every expert is the same zeros,
+and so are all engram rows. No reader is asked and no state is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from compute.model import Model
-from compute.sources import Addresses, ExpertBytes
+from compute.resident import ResidentExperts
+from compute.slot_views import zero_expert
 from compute.weights import ModelWeights
 from protocol.config import ModelConfig
 
@@ -24,46 +24,6 @@ LENGTHS = ((77, 40, 48), (1024,), (4096,))
 MOST_TOKENS = 8192
 # Any other token than those with a meaning of their own.
 _FIRST_TOKEN = 3
-
-
-class SameExpert:
-    """A PlacedExperts of which every expert is the same zeros."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        hidden, inner = config.hidden_size, config.moe_intermediate_size
-        widening, narrowing = (inner, hidden), (hidden, inner)
-        shapes = [
-            (rows, columns // share)
-            for rows, columns in (widening, widening, narrowing)
-            for share in (2, 32)
-        ]
-        zeros = (torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
-        self._expert = ExpertBytes(*zeros)
-        self._addresses = np.array([part.data_ptr() for part in self._expert])
-
-    def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, ExpertBytes]]:
-        return ((expert, self._expert) for expert in experts)
-
-    def place(
-        self, layer: int, experts: Sequence[int], asking: Callable[[], None] | None = None
-    ) -> Addresses:
-        return self._addresses[None].repeat(len(experts), 0)
-
-    def present(self, layer: int, experts: Sequence[int]) -> tuple[list[int], Addresses]:
-        return list(experts), self.place(layer, experts)
-
-    def hint(
-        self,
-        layer: int,
-        picks: Sequence[int],
-        predicted_layer: int | None,
-        predicted: Sequence[int],
-        scores: Sequence[float],
-    ) -> None:
-        """Nothing is ever missing."""
-
-    def release(self) -> None:
-        """Nothing is ever rewritten."""
 
 
 class SameRows:
@@ -91,7 +51,7 @@ def warm_up(config: ModelConfig, weights: ModelWeights, chunk_tokens: int) -> No
     """Run passes of `chunk_tokens` tokens and of fewer: what they launch is compiled and loaded."""
     device = weights.embed.device
     rows = SameRows(config, device)
-    model = Model(config, weights, SameExpert(config, device), rows)
+    model = Model(config, weights, _same_everywhere(config, device), rows)
     longest = min(chunk_tokens, MOST_TOKENS, config.max_position_embeddings)
     sequences = [[min(length, longest) for length in lengths] for lengths in LENGTHS]
     for lengths in dict.fromkeys([(longest,), *map(tuple, sequences)]):
@@ -103,6 +63,12 @@ def warm_up(config: ModelConfig, weights: ModelWeights, chunk_tokens: int) -> No
                 model.forward(_tokens(count, config), state, ticket)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _same_everywhere(config: ModelConfig, device: torch.device) -> ResidentExperts:
+    """Experts that are all the same zeros."""
+    layer = [zero_expert(config, device)] * config.n_routed_experts
+    return ResidentExperts([layer] * config.num_hidden_layers)
 
 
 def _tokens(count: int, config: ModelConfig) -> torch.Tensor:

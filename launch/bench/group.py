@@ -58,7 +58,7 @@ class OneProcess:
         device, tracer = torch.device("cpu"), Tracer("bench")
         weights = ModelWeights.load(shards, device)
         rows = TensorRows(LocalEngramSource.open(checkpoint))
-        model = Model(config, weights, ResidentExperts(shards, device), rows, tracer=tracer)
+        model = Model(config, weights, ResidentExperts.read(shards, device), rows, tracer=tracer)
         self._generator = TextGenerator(
             model,
             rows,

@@ -85,7 +85,7 @@ def test_the_answer_is_the_same_bits_whatever_arrives_first() -> None:
         return shuffler.sample(experts, len(experts))
 
     answers = []
-    for source in (None, ResidentExperts(harness.shards(), CPU, shuffled)):
+    for source in (None, ResidentExperts.read(harness.shards(), CPU, shuffled)):
         mini = Mini(source=source)
         state = mini.model.new_state()
         parts = [mini.run(TOKENS, state, 0, 30, every=True)]

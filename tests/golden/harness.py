@@ -40,7 +40,7 @@ def weights() -> ModelWeights:
 
 @cache
 def experts() -> ResidentExperts:
-    return ResidentExperts(shards(), DEVICE)
+    return ResidentExperts.read(shards(), DEVICE)
 
 
 @cache

@@ -17,7 +17,7 @@ class HeldExperts:
     GPU. `asked` counts holds."""
 
     def __init__(self) -> None:
-        held = ResidentExperts(shards(), torch.device("cpu"))
+        held = ResidentExperts.read(shards(), torch.device("cpu"))
         self._memory: dict[tuple[int, int], HeldExpert] = {}
         self.asked = 0
         for layer in range(config().num_hidden_layers):

@@ -48,7 +48,7 @@ def mini_shards() -> Shards:
 @lru_cache
 def resident() -> ResidentExperts:
     """Every expert of the mini checkpoint, to compare with."""
-    return ResidentExperts(mini_shards(), CPU)
+    return ResidentExperts.read(mini_shards(), CPU)
 
 
 def expert_nbytes() -> int:

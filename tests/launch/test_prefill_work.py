@@ -70,7 +70,7 @@ def products_of_torch(of: ModelConfig) -> int:
     empty = sum(max(of.sliding_window - (at + 1), 0) for at in range(TOKENS))
     masked[0] += of.num_hidden_layers * a_slot * empty
     weights = ModelWeights.load(shards, CPU)
-    source = ResidentExperts(shards, CPU)
+    source = ResidentExperts.read(shards, CPU)
     model = Model(of, weights, source, rows, predictions=0, observe=observe)
     tokens = [3 + 7 * at for at in range(TOKENS)]
     with FlopCounterMode(display=False) as counter:

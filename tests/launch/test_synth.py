@@ -211,7 +211,7 @@ def test_a_forward_pass_blows_up_or_always_takes_the_same_experts(deep: Path) ->
 
     rows = TensorRows(LocalEngramSource.open(deep))
     weights = ModelWeights.load(shards, device)
-    model = Model(config, weights, ResidentExperts(shards, device), rows, observe=observe)
+    model = Model(config, weights, ResidentExperts.read(shards, device), rows, observe=observe)
     tokens = torch.randint(0, config.vocab_size, (96,), generator=torch.Generator().manual_seed(0))
     ticket = rows.request(0, tokens.tolist(), [])
     logits = model.forward(tokens, model.new_state(), ticket, want_all_logits=True)

@@ -86,7 +86,7 @@ class Engine:
         self._model = Model(
             self.config,
             ModelWeights.load(shards, device),
-            ResidentExperts(shards, device),
+            ResidentExperts.read(shards, device),
             self._engram,
             observe=lambda *shown: self._trace.observe(*shown),
             predictions=0,
