@@ -11,14 +11,13 @@ or says that it is arriving and its readers have marked every piece of it. What 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from compute.bounded_wait import NAP_S, WAKE_S, BoundedWait
+from compute.bounded_wait import BoundedWait
 from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from compute.slot_views import HeldExpert, SlotViews
@@ -257,9 +256,7 @@ class ArenaExperts:
 
     def _await_any(self, layer: int, pending: list[int], waiting: BoundedWait) -> list[int]:
         while True:
-            if waiting.short:
-                time.sleep(NAP_S)
-            self._hear(layer, 0 if waiting.short else WAKE_S)
+            self._hear(layer, waiting.nap())
             # Each time anew: the service may have taken out a victim after the last time.
             self._progress.holds_no_slot()
             words = self.look_up(layer, pending)

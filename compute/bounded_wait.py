@@ -30,10 +30,13 @@ class BoundedWait:
         """How long it has taken so far."""
         return time.monotonic() - self._begin
 
-    @property
-    def short(self) -> bool:
-        """Whether what is waited for may still come at any moment."""
-        return self.seconds < NAPPING_S
+    def nap(self) -> float:
+        """Nap where what is waited for may still come at any moment; then how many seconds to wait
+        for a message before looking again."""
+        if self.seconds >= NAPPING_S:
+            return WAKE_S
+        time.sleep(NAP_S)
+        return 0.0
 
     @property
     def exhausted(self) -> bool:

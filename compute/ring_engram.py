@@ -7,12 +7,11 @@ only wakes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 
-from compute.bounded_wait import NAP_S, WAKE_S, BoundedWait
+from compute.bounded_wait import BoundedWait
 from compute.interruption import Interruption
 from compute.progress import ProgressPage
 from protocol import counters
@@ -110,9 +109,7 @@ class RingEngram:
 
     def _await(self, request: EngramRequest, index: int, waiting: BoundedWait) -> None:
         while True:
-            if waiting.short:
-                time.sleep(NAP_S)
-            self._hear(0 if waiting.short else WAKE_S)
+            self._hear(waiting.nap())
             if self._here(request.ticket, index):
                 return
             if request.ticket in self._failures:
