@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from launch.whole_file import whole_file
-from protocol.errors import CheckpointError, UsageError
+from protocol.errors import CheckpointError, ResourceError, UsageError
 from protocol.shards import Shards, TensorEntry
 
 NAN_SCALE = 255
@@ -56,14 +56,14 @@ def check_scales(shards: Shards, on_bytes: OnBytes) -> int:
 
 
 def record_digests(shards: Shards, path: Path, on_bytes: OnBytes) -> int:
-    """Write `path`; the number of tensors. Raises CheckpointError, UsageError."""
+    """Write `path`; the number of tensors. Raises CheckpointError, ResourceError."""
     try:
         # Opened before the work, which takes minutes.
         with whole_file(path) as file:
             digests = _digests(shards, on_bytes)
             file.writelines(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+        raise ResourceError(f"{path}: cannot be written ({error.strerror})") from None
     return len(digests)
 
 

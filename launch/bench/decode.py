@@ -24,8 +24,8 @@ from compute.decode.decoder import Decoder
 from compute.decode.oracle import TokenOracle
 from compute.decode.step import DecodeStep
 from compute.decode.token import TokenDecoder
+from compute.device import open_device
 from compute.device_experts import DeviceExperts
-from compute.process import open_device
 from compute.sequence import SequenceState
 from compute.weights import ModelWeights
 from engram_io.local import LocalEngramSource

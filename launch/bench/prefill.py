@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from compute.device import open_device
 from compute.device_experts import DeviceExperts, HoldingSource
 from compute.model import Model
-from compute.process import open_device
 from compute.weights import ModelWeights
 from engram_io.local import LocalEngramSource
 from launch.bench.decode import RowsBefore, copy_rate

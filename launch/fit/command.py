@@ -54,7 +54,7 @@ def fit_command(
     headrace fit DIR a --test b
     """
     # torch takes a second that --help should not.
-    from compute.process import open_device
+    from compute.device import open_device
     from compute.weights import load_gates
     from launch.fit.learning import cost_us, learn, means, open_inputs, save
 

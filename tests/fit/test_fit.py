@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from compute.assembly import fitted_gates
 from compute.predictor import FITTED_FORMAT, FittedGates, predict
-from compute.process import fitted_gates
 from compute.weights import GateWeights, ModelWeights, load_gates
 from launch.cli import cli
 from launch.fit.learning import (

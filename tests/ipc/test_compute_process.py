@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from compute.process import QUEUED_REQUESTS, open_device
+from compute.device import open_device
+from compute.process import QUEUED_REQUESTS
 from launch.group import Event
 from launch.options import GenerateOptions
 from protocol import counters

