@@ -42,9 +42,16 @@ def test_fp8_product_quantizes_its_input_and_equals_the_reference(index: int) ->
     golden = unit("fp8_gemm")
     codes, scale = golden[f"{index}.b"], raw(golden[f"{index}.b_scale"])
     weight = Fp8Weight(dequantize_fp8_weight(raw(codes), scale))
-    got = linear_fp8(golden[f"{index}.x"], weight)
-    assert torch.equal(got, golden[f"{index}.out"])
-    assert torch.equal(got, golden[f"{index}.exact"].to(torch.bfloat16))
+    x = golden[f"{index}.x"]
+    got, want, exact = linear_fp8(x, weight), golden[f"{index}.out"], golden[f"{index}.exact"]
+    assert torch.equal(want, exact.to(torch.bfloat16))
+    # Adding up K numbers in fp32 errs by about sqrt(K) roundings of the magnitudes. Where that
+    # decides whether bf16 rounds up or down, the order in which a processor adds does.
+    assert weight.dequantized is not None
+    magnitudes = round_trip_fp8(x).double().abs() @ weight.dequantized.double().abs().T
+    slack = magnitudes * x.shape[-1] ** 0.5 * 2.0**-24
+    down, up = (exact - slack).to(torch.bfloat16), (exact + slack).to(torch.bfloat16)
+    assert ((down <= got) & (got <= up)).all() and (down == up).double().mean() > 0.98
 
 
 @pytest.mark.parametrize("index", range(3))

@@ -30,8 +30,10 @@ def test_engine_takes_the_kept_routes_and_predicts_held_out_text(
 ) -> None:
     losses, trace = Engine(DEMO, torch.device("cpu")).run(kept["tokens"][: TOKENS + 1].long())
     picks, inputs = torch.stack(trace.picks), torch.stack(trace.inputs)
-    same = (picks.sort(-1).values == kept["picks"][:, :TOKENS].long().sort(-1).values).float()
-    assert same.mean() > 0.97
+    wanted_picks = kept["picks"][:, :TOKENS].long()
+    same = (picks.unsqueeze(-1) == wanted_picks.unsqueeze(-2)).any(-1).float()
+    # The orders in which processors sum a product had 98.1 to 98.6 % of the picks in common.
+    assert same.mean() > 0.97 and same[0].mean() > 0.99
     wanted = kept["inputs"].float()
     assert (inputs.float() - wanted).norm() < 0.1 * wanted.norm()
     # A model that knew only how often each token occurs would lose more than 6 nats a token.
