@@ -1,8 +1,9 @@
 """A reader process: takes one read order at a time and preadvs it straight into the arena.
 
 Promises: writes only where an order says, between its arrival and its answer; every order is
-answered; a NaN among the scales fails the read, since it would poison every later token. Started by
-the supervisor as `python -m protocol expert_io.reader PIPE PARENT_PID`.
+answered; between two steps of one it heeds a word to stop; a NaN among the scales fails the read,
+since it would poison every later token. Started by the supervisor as
+`python -m protocol expert_io.reader PIPE PARENT_PID`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +30,9 @@ from protocol.messages import (
     ReaderHello,
     ReadFailed,
     ReadOrder,
+    ReadStopped,
     Ready,
+    ReviseOrder,
 )
 from protocol.specs import ReaderSpec, reader_name
 from protocol.trace import Tracer
@@ -49,6 +53,8 @@ class Reader:
         self._tracer = Tracer(self._name, spec.trace)
         self._answers = ControlAnswers(control, self._name, self._tracer, self._figures, self._stop)
         self._stopping = False
+        self._waiting: deque[ReadOrder] = deque()
+        self._revision: ReviseOrder | None = None  # the last one
         self._faults = FaultPlan.parse(spec.faults, seed=spec.reader)
         self._struck: list[Fault] = []
         self._files = ShardFiles(spec.files, spec.direct, self._preadv)
@@ -71,12 +77,21 @@ class Reader:
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
         while not self._stopping:
             poller.poll(int(WAIT_S * 1000))
-            for _, message in self._orders.drain():
-                if isinstance(message, ReadOrder):
-                    self._serve(message)
+            self._listen()
+            while self._waiting:
+                self._serve(self._waiting.popleft())
             for _, message in self._control.drain():
                 self._answers.take(message)
         self._tracer.stop()
+
+    def _listen(self) -> None:
+        """Take in what the service has sent."""
+        for _, message in self._orders.drain():
+            match message:
+                case ReadOrder():
+                    self._waiting.append(message)
+                case ReviseOrder():
+                    self._revision = message
 
     def _stop(self) -> None:
         self._stopping = True
@@ -88,8 +103,9 @@ class Reader:
     def _serve(self, order: ReadOrder) -> None:
         begin = time.monotonic_ns()
         who = (self._spec.reader, self._spec.incarnation, order.order)
+        nbytes = 0
         try:
-            self._read(order)
+            nbytes = self._read(order)
         except HeadraceError as error:
             self._orders.send(ReadFailed(*who, str(error)))
             return
@@ -101,22 +117,27 @@ class Reader:
                 end,
                 layer=order.layer,
                 expert=order.expert,
-                bytes=order.needed,
+                bytes=nbytes,
             )
+        self._bytes += nbytes
+        if nbytes < order.needed:
+            self._orders.send(ReadStopped(*who, nbytes, (end - begin) / 1e9))
+            return
         self._reads += 1
-        self._bytes += order.needed
         # Compute, which waits, looks here itself: the message takes several wake-ups to reach it.
         full_fence()
         self._arena.landed[order.slot, order.piece] = order.generation
         self._orders.send(ReadDone(*who, (end - begin) / 1e9))
 
-    def _read(self, order: ReadOrder) -> None:
+    def _read(self, order: ReadOrder) -> int:
+        """Bytes that were read: all that are needed, or fewer where told to stop."""
         end = order.arena_offset + order.length
         if not (
             0 <= order.arena_offset < end <= len(self._memory)
             and 0 <= order.file < len(self._spec.files)
             and order.offset >= 0
             and 0 < order.needed <= order.length
+            and order.step > 0
             and 0 <= order.slot < self._arena.slots
             and 0 <= order.piece < self._arena.pieces
             and len(order.scales) % 2 == 0
@@ -127,9 +148,22 @@ class Reader:
         self._struck = self._faults.strike(order.layer, order.expert)
         self._break()
         memory = self._memory[order.arena_offset : end]
-        self._files.read(order.file, order.offset, order.needed, memory)
+        at, step = 0, order.step
+        while at + step < order.length:
+            self._files.read(order.file, order.offset + at, step, memory[at : at + step])
+            self._emulate_disk(step, begin)
+            begin = time.monotonic()
+            at += step
+            self._listen()
+            revision = self._revision
+            if revision is not None and revision.order == order.order:
+                if revision.stop:
+                    return at
+                step = order.length - at
+        self._files.read(order.file, order.offset + at, order.needed - at, memory[at:])
         self._check_scales(order)
-        self._emulate_disk(order, begin)
+        self._emulate_disk(order.length - at, begin)
+        return order.needed
 
     def _check_scales(self, order: ReadOrder) -> None:
         flat = self._arena.data.reshape(-1)
@@ -162,12 +196,12 @@ class Reader:
             if fault.action == "delay":
                 time.sleep(self._faults.delay(fault))
 
-    def _emulate_disk(self, order: ReadOrder, begin: float) -> None:
+    def _emulate_disk(self, nbytes: int, begin: float) -> None:
         """Take as long as the emulated disk would, all readers sharing its bandwidth."""
         spec = self._spec
         seconds = spec.latency
         if spec.bandwidth:
-            seconds += order.length * spec.readers / spec.bandwidth
+            seconds += nbytes * spec.readers / spec.bandwidth
         left = begin + seconds - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -183,7 +217,7 @@ def serve(spec: ReaderSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     name = reader_name(spec.reader)
     control = Channel.connect(context, spec.control, name, COMMON)
-    orders = Channel.connect(context, spec.orders, name, (ReadOrder,))
+    orders = Channel.connect(context, spec.orders, name, (ReadOrder, ReviseOrder))
     control.send(Hello(name, os.getpid(), spec.incarnation))
     Reader(spec, control, orders).run()
 

@@ -57,7 +57,8 @@ class Read:
 @dataclass(frozen=True, slots=True)
 class Order:
     """A piece in a reader's hands since `since` (seconds, the caller's clock), when `beside`
-    readers were busy, this one included."""
+    readers were busy, this one included. It is read `step` bytes at a time, and can be stopped
+    between two of them."""
 
     number: int
     reader: int
@@ -65,6 +66,11 @@ class Order:
     piece: Slice
     since: float
     beside: int
+    step: int
+
+    @property
+    def can_be_stopped(self) -> bool:
+        return self.step < self.piece.length
 
 
 class _Lane:
@@ -89,6 +95,7 @@ class ReadQueue:
         self.predictions_begun = 0  # reads in the predicted lane that have a slot
         self._lanes = tuple(_Lane() for _ in LANE_NAMES)
         self._last_order = 0
+        self._revisions: list[tuple[Order, bool]] = []
 
     @property
     def busy_readers(self) -> int:
@@ -118,9 +125,14 @@ class ReadQueue:
         return next(iter(self._lanes[lane].waiting.values()), None)
 
     def predictions(self) -> list[Read]:
-        """Reads of the predicted lane with pieces to give out."""
+        """Reads of the predicted lane that are not given up: with pieces to give out, or in the
+        middle of one that can be stopped."""
         lane = self._lanes[PREDICTED]
-        return [*lane.begun.values(), *lane.waiting.values()]
+        found = lane.begun | lane.waiting
+        for order in self.orders.values():
+            if order.can_be_stopped and order.read.lane == PREDICTED and not order.read.given_up:
+                found[order.read.key] = order.read
+        return list(found.values())
 
     def begin(self, read: Read, slot: int, generation: int) -> None:
         """Give a waiting read its slot."""
@@ -133,20 +145,22 @@ class ReadQueue:
         """Make a read urgent, whatever it was."""
         if read.lane == URGENT:
             return
+        self._revise(read, stop=False)
         self.predictions_begun -= read.lane == PREDICTED and read.begun
         if self._lanes[read.lane].drop(read.key):
             urgent = self._lanes[URGENT]
             (urgent.begun if read.begun else urgent.waiting)[read.key] = read
         read.lane = URGENT
 
-    def give_out(self, read: Read, reader: int, now: float) -> Order:
-        """The next piece of a begun read becomes `reader`'s order."""
+    def give_out(self, read: Read, reader: int, now: float, step: int) -> Order:
+        """The next piece of a begun read becomes `reader`'s order, `step` bytes at a time."""
         piece = read.todo.popleft()
         read.held += 1
         if not read.todo:
             self._lanes[read.lane].drop(read.key)
         self._last_order += 1
-        order = Order(self._last_order, reader, read, piece, now, self.busy_with(reader))
+        beside = self.busy_with(reader)
+        order = Order(self._last_order, reader, read, piece, now, beside, step)
         self.orders[order.number] = order
         return order
 
@@ -173,9 +187,20 @@ class ReadQueue:
                 begun.move_to_end(read.key, last=False)
         return list({order.read.key: order.read for order in lost}.values())
 
+    def take_revisions(self) -> list[tuple[Order, bool]]:
+        """Orders done in steps that readers are to stop, or (False) to do without further steps;
+        each told once."""
+        revisions, self._revisions = self._revisions, []
+        return revisions
+
+    def _revise(self, read: Read, *, stop: bool) -> None:
+        orders = self.orders.values()
+        self._revisions += [(o, stop) for o in orders if o.read is read and o.can_be_stopped]
+
     def give_up(self, read: Read) -> None:
-        """Give out no further piece of it."""
+        """Give out no further piece of it, and stop what is being read."""
         read.given_up = True
+        self._revise(read, stop=True)
         self._lanes[read.lane].drop(read.key)
 
     def remove(self, read: Read) -> None:

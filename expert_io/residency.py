@@ -155,7 +155,10 @@ class Residency:
                 if read is not None and not self._begin(read):
                     read = None
             if read is not None:
-                return self.queue.give_out(read, reader, now)
+                step = length = read.todo[0].length
+                if lane == PREDICTED:
+                    step = self._scheduler.disk.step(length, self.queue.busy_with(reader))
+                return self.queue.give_out(read, reader, now, step)
         return None
 
     def refill(self) -> None:
@@ -180,6 +183,16 @@ class Residency:
         if outcome.landed and not self._waited_for:
             self._scheduler.pace.landed(now)
         return outcome
+
+    def stopped(self, number: int, reader: int, nbytes: int, seconds: float) -> Outcome:
+        """The reader has stopped after `nbytes`, since the read was given up."""
+        order = self.queue.take_back(number, reader)
+        if order is None:
+            return Outcome()
+        order.read.nbytes += nbytes
+        self.counts[counters.READ_BYTES] += nbytes
+        self._scheduler.disk.read(nbytes, seconds, order.beside)
+        return self._finish(order.read)
 
     def failed(self, number: int, reader: int, reason: str, now: float = 0.0) -> Outcome:
         """The piece of this order cannot be read."""

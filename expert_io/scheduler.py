@@ -27,9 +27,14 @@ from expert_io.calibration import Calibration
 from expert_io.least_probability import LeastProbability
 from expert_io.policy import Key
 from expert_io.returns import Returns
+from expert_io.slices import BLOCK
+from protocol.layouts import align_up
 
 # Weight of the newest sample in every running mean.
 NEWEST = 0.1
+# A predicted piece is read in steps of about this long, between which it can be stopped. A step
+# costs a system call and the disk's latency.
+STEP_S = 0.001
 
 
 class Mean:
@@ -56,6 +61,11 @@ class Pace:
         self._waited = False
         self._layer = -1
         self._after = {False: Mean(), True: Mean()}
+
+    @property
+    def next_layer(self) -> int:
+        """The layer that is routed next, within a pass."""
+        return self._layer + 1
 
     def routed(self, now: float, layer: int) -> None:
         """Compute has come to `layer`."""
@@ -88,6 +98,11 @@ class DiskPace:
     def seconds(self, nbytes: int, beside: int) -> float:
         """What a piece would take; 0 before anything was read."""
         return nbytes * self._rate(beside)
+
+    def step(self, nbytes: int, beside: int) -> int:
+        """Bytes of a piece of `nbytes` to read at a time, whole blocks: all where that is quick."""
+        steps = min(nbytes // BLOCK, int(self.seconds(nbytes, beside) / STEP_S))
+        return align_up(-(-nbytes // steps), BLOCK) if steps > 1 else nbytes
 
     def adds(self, busy: int) -> float:
         """How much one reader beside `busy` others adds, as a share of what one alone reads."""
@@ -222,6 +237,10 @@ class ExpectedGain:
         takes = self.disk.seconds(nbytes, busy + 1)
         overlapped = min(takes, self.pace.until(now, guess.key[0])) * self.disk.adds(busy)
         blocked = takes - min(takes, self.pace.until(now))
+        if guess.key[0] == self.pace.next_layer:
+            # The routing after which others wait for it also tells that it is wrong.
+            step = self.disk.step(nbytes, busy + 1)
+            blocked = min(blocked, self.disk.seconds(step, busy + 1))
         wrong = self._misses.value * blocked
         if evicts:
             wrong += self.returns.regret * takes

@@ -47,7 +47,9 @@ from protocol.messages import (
     ReaderStuck,
     ReadFailed,
     ReadOrder,
+    ReadStopped,
     Ready,
+    ReviseOrder,
 )
 from protocol.specs import ExpertServiceSpec, reader_name
 from protocol.trace import Tracer
@@ -56,6 +58,7 @@ from protocol.wire import Message
 
 NAME = "experts"
 COMPUTE = "compute"
+READER_SAYS = (ReaderHello, ReadDone, ReadFailed, ReadStopped)
 # Compute's progress sends no message: while a read waits for it, look this often.
 PROGRESS_LOOK_S = 0.0005
 WATCH_S = 0.25
@@ -194,10 +197,17 @@ class ExpertService:
             ):
                 self._dispatcher.answered(reader)
                 self._report(self.residency.failed(number, reader, reason, time.monotonic()))
+            case ReadStopped(reader, incarnation, number, nbytes, seconds) if self._holds(
+                reader, incarnation, number
+            ) and self._may_stop(number, nbytes):
+                self._own[counters.READ_SECONDS] += seconds
+                self._dispatcher.answered(reader)
+                self._report(self.residency.stopped(number, reader, nbytes, seconds))
             case (
                 ReaderHello(reader, incarnation, _)
                 | ReadDone(reader, incarnation, _)
                 | ReadFailed(reader, incarnation, _)
+                | ReadStopped(reader, incarnation, _)
             ) if incarnation < self._incarnations.get(reader, -1):
                 pass  # The last words of a reader that has been replaced.
             case _:
@@ -226,6 +236,10 @@ class ExpertService:
             and self._incarnations.get(reader) == incarnation
         )
 
+    def _may_stop(self, number: int, nbytes: int) -> bool:
+        order = self.residency.queue.orders[number]
+        return order.read.given_up and 0 < nbytes < order.piece.needed
+
     def _known(self, layer: int, experts: list[int]) -> bool:
         return 0 <= layer < self._config.num_hidden_layers and all(
             0 <= expert < self._config.n_routed_experts for expert in experts
@@ -234,6 +248,8 @@ class ExpertService:
     # --- orders -----------------------------------------------------------------------------------
 
     def _give_orders(self) -> None:
+        for order, stop in self.residency.queue.take_revisions():
+            self._readers.send(ReviseOrder(order.number, stop), to=reader_name(order.reader))
         for order in self._dispatcher.orders(time.monotonic()):
             self._send_order(order)
         self.residency.refill()
@@ -250,6 +266,7 @@ class ExpertService:
             piece.offset,
             piece.length,
             piece.needed,
+            order.step,
             base + piece.slot_offset,
             [base + offset for pair in piece.scales for offset in pair],
             read.slot,
@@ -317,7 +334,7 @@ async def _run(spec: ExpertServiceSpec) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Bound before anything slow, so that peers that start earlier find it.
     compute = Channel.bind(context, spec.experts, (Demand, Hint))
-    readers = Channel.bind(context, spec.readers_endpoint, (ReaderHello, ReadDone, ReadFailed))
+    readers = Channel.bind(context, spec.readers_endpoint, READER_SAYS)
     control = Channel.connect(context, spec.control, NAME, COMMON)
     control.send(Hello(NAME, os.getpid(), 0))
     await ExpertService(spec, control).run(compute, readers)

@@ -275,12 +275,13 @@ class ReaderHello(Message):
 @dataclass(frozen=True, slots=True)
 class ReadOrder(Message):
     """Expert service -> reader, order: preadv `length` bytes at `offset` of file number `file` to
-    `arena_offset` of the arena. Answered by ReadDone or ReadFailed.
+    `arena_offset` of the arena, `step` bytes at a time. Answered by ReadDone, ReadFailed or, after
+    a ReviseOrder, ReadStopped.
 
-    Offsets and length are aligned for O_DIRECT. The file may end inside the last block: at least
-    `needed` bytes have to come. `scales` are (begin, end) pairs of arena offsets of this read that
-    hold e8m0 scales, where byte 255 (NaN) fails the read. Once the bytes are there, the word of
-    `piece` of `slot` becomes `generation`. `lane`, `layer`, `expert` are for traces.
+    Offsets, length and step are aligned for O_DIRECT. The file may end inside the last block: at
+    least `needed` bytes have to come. `scales` are (begin, end) pairs of arena offsets of this read
+    that hold e8m0 scales, where byte 255 (NaN) fails the read. Once the bytes are there, the word
+    of `piece` of `slot` becomes `generation`. `lane`, `layer`, `expert` are for traces.
     """
 
     order: int
@@ -288,6 +289,7 @@ class ReadOrder(Message):
     offset: int
     length: int
     needed: int
+    step: int
     arena_offset: int
     scales: list[int]
     slot: int
@@ -318,6 +320,29 @@ class ReadFailed(Message):
     incarnation: int
     order: int
     reason: str
+
+
+@message(64)
+@dataclass(frozen=True, slots=True)
+class ReviseOrder(Message):
+    """Expert service -> reader, hint: read no further step of `order` if `stop`, or else all that
+    is left at once. After its last step it changes nothing."""
+
+    order: int
+    stop: bool
+
+
+@message(65)
+@dataclass(frozen=True, slots=True)
+class ReadStopped(Message):
+    """Reader -> expert service: `order` ended after `nbytes`, as ReviseOrder asked; asks for
+    the next."""
+
+    reader: int
+    incarnation: int
+    order: int
+    nbytes: int
+    seconds: float
 
 
 # --- compute <-> engram service (engram endpoint) -------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
-VERSION = 2
+VERSION = 3
 DEFAULT_MAX_BYTES = 64 << 10
 
 Check = Callable[[Any], bool]

@@ -126,6 +126,8 @@ class Replay:
             self._queued[reader] = deque()
         self._orders: dict[int, Order] = {}
         self._began: dict[int, float] = {}
+        self._done: dict[int, int] = {}  # bytes of an order up to the end of its present step
+        self._revised: dict[int, bool] = {}  # orders to stop, or to do without further steps
         self._messages: list[tuple[float, int, Callable[[], None]]] = []
         self._sent = 0
         self._looking = False
@@ -227,6 +229,8 @@ class Replay:
         self._give_orders()
 
     def _give_orders(self) -> None:
+        for order, stop in self.residency.queue.take_revisions():
+            self._send(partial(self._revise, order.number, stop))
         for order in self._dispatcher.orders(self.now):
             queue = self._queued[order.reader]
             queue.append(order)
@@ -246,21 +250,39 @@ class Replay:
         order = self._queued[reader][0]
         self._orders[order.number] = order
         self._began[order.number] = self.now
-        self._disk.start(self.now, order.number, order.piece.length)
+        self._done[order.number] = order.step
+        self._disk.start(self.now, order.number, order.step)
 
     def _read(self, number: int) -> None:
-        """The reader has read its oldest order."""
-        order = self._orders.pop(number)
+        """The reader has read a step of its oldest order."""
+        order, done, stop = self._orders[number], self._done[number], self._revised.get(number)
+        left = order.piece.length - done
+        stopped = left > 0 and stop is True
+        if left and not stopped:
+            step = left if stop is False else min(order.step, left)
+            self._done[number] += step
+            self._disk.start(self.now, number, step)
+            return
+        del self._orders[number], self._done[number]
+        self._revised.pop(number, None)
         seconds = self.now - self._began.pop(number)
         queue = self._queued[order.reader]
         queue.popleft()
         if queue:
             self._send(partial(self._start, order.reader), self._turn_s)
-        self._send(partial(self._answered, order, seconds))
+        self._send(partial(self._answered, order, seconds, done if stopped else None))
 
-    def _answered(self, order: Order, seconds: float) -> None:
+    def _revise(self, number: int, stop: bool) -> None:
+        if number in self._orders:
+            self._revised[number] = stop
+
+    def _answered(self, order: Order, seconds: float, stopped: int | None) -> None:
+        """`stopped`: after so many bytes."""
         self._dispatcher.answered(order.reader)
-        self.residency.done(order.number, order.reader, seconds, self.now)
+        if stopped is not None:
+            self.residency.stopped(order.number, order.reader, stopped, seconds)
+        else:
+            self.residency.done(order.number, order.reader, seconds, self.now)
         self._give_orders()
 
     # --- the clock --------------------------------------------------------------------------------

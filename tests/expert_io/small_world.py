@@ -11,7 +11,7 @@ from expert_io.policies import make_policy
 from expert_io.policy import Key
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
-from expert_io.scheduler import Eager
+from expert_io.scheduler import DiskPace, Eager
 from expert_io.slices import BLOCK, ExpertSlices, Slice, SliceMap
 from protocol import counters
 from protocol.layouts import (
@@ -36,6 +36,13 @@ def slice_map() -> SliceMap:
     return SliceMap((Path("shard"),), (row,) * LAYERS, PIECES * BLOCK)
 
 
+class Halves(DiskPace):
+    """So slow a disk that a piece is read in two steps."""
+
+    def step(self, nbytes: int, beside: int) -> int:
+        return nbytes // 2
+
+
 @dataclass
 class SmallWorld:
     """The residency with its two neighbours played by the test; `held` are readers' open orders."""
@@ -51,6 +58,7 @@ class SmallWorld:
         self.arena = Arena.create(slots=self.slots, slot_bytes=PAGE, pieces=PIECES)
         self.progress = Progress.create(words_count=Progress.COUNT)
         self.scheduler = Eager()
+        self.scheduler.disk = Halves()
         self.residency = Residency(
             slice_map(),
             self.directory,
@@ -108,6 +116,18 @@ class SmallWorld:
         order = self.held[reader].popleft()
         return self.residency.done(order.number, reader)
 
+    def heed(self) -> int:
+        """Readers stop what they are told to and have not read to its end; how many did."""
+        stopped = 0
+        for order, stop in self.residency.queue.take_revisions():
+            begun = self.held.get(order.reader, ())
+            landed = self.arena.landed[order.read.slot, order.piece.number]
+            if stop and order in begun and landed != order.read.generation:
+                self.held[order.reader].remove(order)
+                self.residency.stopped(order.number, order.reader, order.step, 0.0)
+                stopped += 1
+        return stopped
+
     def fail(self, reason: str, reader: int = 0) -> Outcome:
         """The reader's oldest order cannot be read."""
         order = self.held[reader].popleft()
@@ -140,6 +160,7 @@ class Chaos:
     step: int = 0
     open: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
     visible: dict[int, int] = field(default_factory=dict)
+    stopped: int = 0
     filling: dict[int, Key] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,7 +170,7 @@ class Chaos:
         """One random event, then every invariant."""
         asking = [self.ask, self.ask, self.hint, self.look, self.use, self.use, self.let_go]
         reading = [self.order, self.order, self.read, self.land, self.land, self.land, self.fail]
-        event = self.random.choice([*asking, *reading, self.lose_reader])
+        event = self.random.choice([*asking, *reading, self.lose_reader, self.heed])
         event()
         self.check()
 
@@ -170,6 +191,8 @@ class Chaos:
         guess = self.random.sample(range(EXPERTS), 3)
         picks = self.random.sample(range(EXPERTS), 2)
         self.world.residency.hint(self.step, layer, picks, layer + 1, guess, [1.0] * 3)
+        if self.random.random() < 0.5:
+            self.heed()
 
     def order(self) -> None:
         self.world.take_order(self.random.randrange(3))
@@ -191,6 +214,9 @@ class Chaos:
             for demand, expert, reason in self.world.fail("EIO", reader).failed:
                 assert reason == "EIO"
                 assert demand in self.open and expert in self.open[demand][1]
+
+    def heed(self) -> None:
+        self.stopped += self.world.heed()
 
     def lose_reader(self) -> None:
         reader = self.random.randrange(3)

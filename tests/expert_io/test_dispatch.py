@@ -28,7 +28,7 @@ class Pieces:
         if not self.lanes or (urgent_only and self.lanes[0] != URGENT):
             return None
         read = Read((0, 0), self.lanes.popleft(), deque())
-        return Order(0, reader, read, PIECE, now, 1)
+        return Order(0, reader, read, PIECE, now, 1, PIECE.length)
 
 
 def dispatcher(pieces: Pieces, readers: int = 2) -> Dispatcher:

@@ -15,7 +15,16 @@ import zmq
 from expert_io.reader import Reader
 from expert_io.slices import BLOCK
 from protocol.layouts import Arena
-from protocol.messages import ReadDone, ReaderHello, ReadFailed, ReadOrder, Ready, Stop
+from protocol.messages import (
+    ReadDone,
+    ReaderHello,
+    ReadFailed,
+    ReadOrder,
+    ReadStopped,
+    Ready,
+    ReviseOrder,
+    Stop,
+)
 from protocol.specs import ReaderSpec, reader_name
 from protocol.transport import Channel
 from protocol.wire import Message
@@ -24,7 +33,8 @@ WAIT_S = 10.0
 NAME = reader_name(0)
 CONTENT = (bytes(range(200)) * BLOCK)[: 2 * BLOCK - 1] + b"\xff"
 GOOD = ReadOrder(
-    order=1, file=0, offset=0, length=2 * BLOCK, needed=2 * BLOCK, arena_offset=0,
+    order=1, file=0, offset=0, length=2 * BLOCK, needed=2 * BLOCK, step=2 * BLOCK,
+    arena_offset=0,
     scales=[16, 32], slot=0, piece=0, generation=7, lane=0, layer=0, expert=0,
 )  # fmt: skip
 
@@ -39,16 +49,21 @@ class Reading:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends = [f"ipc://{directory}/{name}" for name in ("control", "orders")]
         self._control = Channel.bind(self._context, ends[0], [Ready])
-        self._orders = Channel.bind(self._context, ends[1], [ReaderHello, ReadDone, ReadFailed])
+        says = [ReaderHello, ReadDone, ReadFailed, ReadStopped]
+        self._orders = Channel.bind(self._context, ends[1], says)
         spec = ReaderSpec(0, 0, 1, *ends, [str(path)], os.dup(self.arena.fd), False, 0, 0, "", "")
         self._theirs = (
             Channel.connect(self._context, ends[0], NAME, [Stop]),
-            Channel.connect(self._context, ends[1], NAME, [ReadOrder]),
+            Channel.connect(self._context, ends[1], NAME, [ReadOrder, ReviseOrder]),
         )
         self._reader = Reader(spec, *self._theirs)
         self._thread = threading.Thread(target=self._reader.run)
         self._thread.start()
         assert isinstance(self._said(self._orders), ReaderHello)
+
+    def revise(self, order: int, stop: bool) -> None:
+        """Said before the order itself, so that it is known after the first step."""
+        assert self._orders.send(ReviseOrder(order, stop), to=NAME)
 
     def answer(self, order: ReadOrder) -> Message:
         assert self._orders.send(order, to=NAME)
@@ -83,6 +98,8 @@ def reading(tmp_path: Path) -> Iterator[Reading]:
         {"arena_offset": -BLOCK},
         {"arena_offset": 1 << 40},
         {"length": 0},
+        {"step": 0},
+        {"step": -BLOCK},
         {"length": -BLOCK},
         {"length": 1 << 62},
         {"needed": 2 * BLOCK + 1},
@@ -121,3 +138,32 @@ def test_a_scale_that_is_no_number_fails_the_read_with_its_place(reading: Readin
     assert f"in the 16 bytes at offset {2 * BLOCK - 16} is not a number" in answer.reason
     assert not reading.arena.landed.any()
     assert isinstance(reading.answer(replace(last, scales=[begin, 3 * BLOCK - 1])), ReadDone)
+
+
+STEPS = replace(GOOD, step=BLOCK)
+
+
+def test_a_read_that_nobody_wants_ends_with_its_step(reading: Reading) -> None:
+    reading.revise(1, stop=True)
+    answer = reading.answer(STEPS)
+    assert isinstance(answer, ReadStopped) and (answer.order, answer.nbytes) == (1, BLOCK)
+    assert reading.arena.data[0].tobytes() == CONTENT[:BLOCK] + bytes(BLOCK)
+    assert not reading.arena.landed.any()
+    done = reading.answer(replace(GOOD, order=2))
+    assert isinstance(done, ReadDone) and reading.arena.data[0].tobytes() == CONTENT
+
+
+@pytest.mark.parametrize(("order", "stop"), [(1, False), (2, True)])
+def test_a_read_in_steps_is_whole_unless_it_is_told_to_stop(
+    reading: Reading, order: int, stop: bool
+) -> None:
+    reading.revise(order, stop)
+    assert isinstance(reading.answer(STEPS), ReadDone)
+    assert reading.arena.data[0].tobytes() == CONTENT
+    assert reading.arena.landed.tolist() == [[7], [0]]
+
+
+def test_a_scale_that_is_no_number_is_found_whatever_step_it_came_in(reading: Reading) -> None:
+    last = 2 * BLOCK - 16
+    answer = reading.answer(replace(STEPS, scales=[16, 32, last, 2 * BLOCK]))
+    assert isinstance(answer, ReadFailed) and f"16 bytes at offset {last}" in answer.reason

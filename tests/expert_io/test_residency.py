@@ -18,6 +18,16 @@ def test_no_interleaving_breaks_an_invariant(seed: int) -> None:
     assert chaos.world.residency.counts[counters.EVICTIONS] > 0, "nothing was put to the test"
 
 
+def test_the_interleavings_stop_wrong_guesses_too() -> None:
+    stopped = 0
+    for seed in range(4):
+        chaos = Chaos(SmallWorld(slots=9), seed)
+        for _ in range(6000):
+            chaos.turn()
+        stopped += chaos.stopped
+    assert stopped > 20
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_demand_ends_once_events_settle(seed: int) -> None:
     chaos = Chaos(SmallWorld(slots=7), seed)
@@ -210,6 +220,34 @@ def test_bytes_read_for_a_wrong_guess_are_wasted_once_it_goes() -> None:
     world.read_all()
     assert world.slot_of((1, 7)) is None
     assert wasted[counters.PREDICTED_WASTED_BYTES] == (1 + PIECES) * 4096
+
+
+def test_a_wrong_guess_is_stopped_in_the_middle_of_its_last_piece() -> None:
+    world = SmallWorld(predicted_in_flight=2)
+    world.hint(1, 0, [], 1, [7, 6])
+    for reader in range(2 * PIECES):
+        world.take_order(reader)
+    world.hint(1, 1, [6], -1, [])
+    assert world.heed() == PIECES, "the picked one goes on"
+    assert world.residency.counts[counters.PREDICTED_WASTED_BYTES] == PIECES * 4096 // 2
+    world.bump_epoch()
+    world.residency.demand(1, 1, [7])
+    for reader in range(PIECES, 2 * PIECES):
+        world.finish(reader)
+    world.read_all()
+    assert world.slot_of((1, 6)) is not None and world.slot_of((1, 7)) is not None
+
+
+def test_a_guess_demanded_while_it_is_being_stopped_is_read_again() -> None:
+    world = SmallWorld(predicted_in_flight=1)
+    world.hint(1, 0, [], 1, [7])
+    for reader in range(PIECES):
+        world.take_order(reader)
+    world.hint(1, 1, [], -1, [])
+    world.residency.demand(1, 1, [7])
+    world.heed()
+    assert world.slot_of((1, 7)) is None
+    assert world.read_all() == [(1, 7)]
 
 
 def test_a_demand_gets_a_slot_even_if_only_expected_guesses_could_go() -> None:

@@ -7,8 +7,10 @@ import pytest
 from expert_io.calibration import Calibration
 from expert_io.returns import Returns
 from expert_io.scheduler import DiskPace, ExpectedGain, Pace
+from expert_io.slices import BLOCK
 
 LAYER_S, PIECE = 0.010, 1000
+MIB = 1 << 20
 
 
 def scheduler(
@@ -143,6 +145,30 @@ def test_what_one_more_read_brings_is_measured() -> None:
     assert shares.adds(0) == owns.adds(0) == 1.0
     assert shares.adds(1) == pytest.approx(0.0) and owns.adds(1) == pytest.approx(1.0)
     assert owns.seconds(2 * PIECE, 2) == pytest.approx(0.008)
+
+
+def test_a_piece_takes_as_many_steps_as_milliseconds() -> None:
+    disk = DiskPace()
+    assert disk.step(4 * MIB, 4) == 4 * MIB, "nothing is known yet"
+    disk.read(MIB, 0.001, 1)
+    assert [disk.step(4 * MIB, beside) for beside in (1, 2)] == [MIB, MIB // 2]
+    assert disk.step(MIB + MIB // 2, 1) == MIB + MIB // 2
+    # Whole blocks, at least one.
+    assert disk.step(5 * BLOCK, 800) == BLOCK
+    assert disk.step(MIB // 2 * 5 + BLOCK, 1) == MIB // 4 * 5 + BLOCK
+
+
+def test_what_can_be_stopped_when_its_layer_is_routed_costs_others_a_step() -> None:
+    made = scheduler(0.7, piece_s=0.04)
+    guess = next(iter(made._guesses.values()))
+    assert made.gain(0.0, guess, PIECE, 0, evicts=True) < 0, "a piece is less than a block"
+    for _ in range(100):
+        made.disk.read(MIB, 0.04, 1)
+    step_s = made.disk.seconds(made.disk.step(MIB, 1), 1)
+    assert step_s == pytest.approx(0.001, rel=0.2)
+    gain = made.gain(0.0, guess, MIB, 0, evicts=True)
+    expected = guess.probability * LAYER_S - (1 - guess.probability) * step_s
+    assert gain == pytest.approx(expected)
 
 
 def test_a_disk_seen_only_under_load_is_tried_alone() -> None:

@@ -21,6 +21,7 @@ from protocol import counters
 from protocol.errors import UsageError
 from protocol.layouts import Progress
 from protocol.messages import Cancel, Finished, PrefillProgress, TokenEvent
+from protocol.wire import VERSION
 from tests.golden.harness import config
 from tests.ipc.running_group import RunningGroup, collect, tokens_of
 
@@ -112,7 +113,8 @@ def test_bad_requests_are_one_line_each_and_harm_nobody(group: RunningGroup):
 def test_a_malformed_or_foreign_message_is_counted_and_dropped(group: RunningGroup):
     before = group.stats()["compute"][counters.MALFORMED_MESSAGES]
     socket = group.group._control._socket
-    for frame in (b"", b"\x02", b"\x02\x14junk", b"\x07\x14\x90", b"\x02\xff\x90"):
+    own = bytes((VERSION,))
+    for frame in (b"", own, own + b"\x14junk", b"\x07\x14\x90", own + b"\xff\x90"):
         socket.send_multipart([b"compute", frame])
     group.group._control.send(Cancel(99_999), to="compute")
     assert group.stats()["compute"][counters.MALFORMED_MESSAGES] == before + 5

@@ -13,6 +13,7 @@ import zmq
 from protocol import counters
 from protocol.layouts import EngramRing
 from protocol.messages import EngramFailed, EngramReady, EngramRequest, Hello, Landed, Ready
+from protocol.wire import VERSION
 from tests.ipc.engram_process import BLOCK_TOKENS, TIMEOUT_S, EngramProcess
 
 
@@ -108,7 +109,7 @@ def test_malformed_messages_are_counted_and_survived(shared_engram: EngramProces
     good = EngramRequest(0, 0, [5], []).encode()
     bad = [
         [b""],
-        [b"\x02"],
+        [bytes((VERSION,))],
         [b"\x63" + good[1:]],
         [good[:-1]],
         [good + b"\xc1"],

@@ -25,6 +25,7 @@ from protocol.messages import (
     ReaderHello,
     ReaderStuck,
     ReadFailed,
+    ReadStopped,
     StatsReply,
     StatsRequest,
     TraceStart,
@@ -100,6 +101,9 @@ def test_answers_to_orders_nobody_holds_change_nothing() -> None:
             ReadDone(7, 0, 2, 0.1),
             ReadFailed(0, 5, 2, "no"),
             ReadFailed(-1, 0, 2, "no"),
+            # Nobody told it to stop, and it had nothing to stop.
+            ReadStopped(0, 0, 2, 1, 0.1),
+            ReadStopped(0, 0, 9999, 1, 0.1),
             ReaderHello(99, 0, 1),
             ReaderHello(-1, 0, 1),
             # Only a reader itself says that it was replaced.

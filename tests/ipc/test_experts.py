@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import zmq
 
+from expert_io.slices import BLOCK
 from launch.bench.expert_group import ExpertGroup
 from protocol import counters
 from protocol.config import ModelConfig
@@ -21,15 +22,19 @@ from protocol.layouts import ABSENT, PLACES, entry_slot, look_up
 from protocol.messages import Demand, DemandFailed, Landed, ReaderStuck
 from protocol.shards import Shards
 from protocol.tensor_table import expert_tensor
-from tests.ipc.teaching import teach
+from protocol.wire import VERSION
+from tests.ipc.teaching import A_LAYER_S, teach
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
+DEMO = Path(__file__).parents[2] / "demo"
 SLOTS = 30
 
 
-def on_disk(group: ExpertGroup, layer: int, expert: int) -> dict[str, bytes]:
+def on_disk(
+    group: ExpertGroup, layer: int, expert: int, checkpoint: Path = MINI
+) -> dict[str, bytes]:
     """An expert's tensors read the plain way."""
-    shards = Shards.open(MINI, group.config)
+    shards = Shards.open(checkpoint, group.config)
     found = {}
     for place in PLACES:
         entry = shards.tensors[expert_tensor(layer, expert, *place.split("."))]
@@ -43,9 +48,9 @@ def in_arena(group: ExpertGroup, layer: int, expert: int) -> npt.NDArray[np.uint
     return group.arena.data[slot]
 
 
-def assert_right(group: ExpertGroup, layer: int, expert: int) -> None:
+def assert_right(group: ExpertGroup, layer: int, expert: int, checkpoint: Path = MINI) -> None:
     slot = in_arena(group, layer, expert)
-    for index, (place, data) in enumerate(on_disk(group, layer, expert).items()):
+    for index, (place, data) in enumerate(on_disk(group, layer, expert, checkpoint).items()):
         begin = int(group.directory.place[layer, expert, index])
         assert slot[begin : begin + len(data)].tobytes() == data, f"{place} of {layer}.{expert}"
 
@@ -122,6 +127,29 @@ def test_predictions_are_read_without_being_demanded() -> None:
         assert group.directory.entry[3, 2] == ABSENT
         stats = group.stats()
         assert stats["reads_predicted"] >= 4 and stats["reads_urgent"] == 1
+
+
+def test_a_wrong_guess_is_stopped_in_the_middle_of_a_piece() -> None:
+    """A disk so slow that the larger of an expert's two pieces takes three layers."""
+    with ExpertGroup(DEMO, slots=SLOTS, readers=1, bandwidth=1_200_000.0) as group:
+        step = teach(group, 1, [5, 6])
+        small, large = group.slices.experts[1][7].pieces
+        deadline = time.monotonic() + 20
+        while True:
+            assert time.monotonic() < deadline
+            before = group.stats().get(counters.PREDICTED_WASTED_BYTES, 0)
+            group.hint(step, 0, [], 1, [7, 8])
+            group.compute.receive(2 * A_LAYER_S)
+            group.hint(step, 1, [5], -1, [])
+            group.compute.receive(2 * A_LAYER_S)
+            step += 1
+            part = group.stats().get(counters.PREDICTED_WASTED_BYTES, 0) - before - small.needed
+            if 0 < part < large.needed:
+                break
+        assert part % BLOCK == 0
+        assert group.directory.entry[1, 7] == ABSENT
+        group.fetch(1, [7])
+        assert_right(group, 1, 7, DEMO)
 
 
 def test_a_killed_reader_is_replaced_and_its_order_read_again() -> None:
@@ -210,7 +238,8 @@ def test_senseless_messages_are_counted_and_survived() -> None:
         raw = group.context.socket(zmq.DEALER)
         raw.setsockopt(zmq.LINGER, 0)
         raw.connect(group.endpoints.experts)
-        frames = [b"", b"\x02", b"\x02\x28\xc1", b"\x07\x28\x93\x01\x02\x90", os.urandom(5000)]
+        own = bytes((VERSION,))
+        frames = [b"", own, own + b"\x28\xc1", b"\x07\x28\x93\x01\x02\x90", os.urandom(5000)]
         frames += [Demand(1, 99, [0]).encode(), Demand(1, 0, [9999]).encode()]
         for frame in frames:
             raw.send(frame)

@@ -20,6 +20,7 @@ from launch.synth.command import synthesize
 from protocol import counters
 from protocol.errors import ProcessDied, StallError, UsageError
 from protocol.messages import Finished, PrefillProgress, TokenEvent
+from protocol.wire import VERSION
 from tests.ipc.running_group import (
     END_S,
     RunningGroup,
@@ -108,7 +109,8 @@ def test_senseless_frames_on_the_control_socket_do_harm(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.connect(f"ipc://{group.group.endpoints}/control")
-    for frame in (b"", b"\x02", b"\x07\x01\x90", b"\x02\x03\xc1", os.urandom(3000)):
+    own = bytes((VERSION,))
+    for frame in (b"", own, b"\x07\x01\x90", own + b"\x03\xc1", os.urandom(3000)):
         stranger.send(frame)
     # Of another request, and of none.
     stranger.send(TokenEvent(10**9, 5, "no", None, [], []).encode())

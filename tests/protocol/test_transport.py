@@ -14,7 +14,7 @@ import zmq
 
 from protocol.messages import Cancel, Hello, Landed, StatsRequest, Stop
 from protocol.transport import HIGH_WATER_MARK, IPC_PATH_LIMIT, Channel, Endpoints
-from protocol.wire import Message
+from protocol.wire import VERSION, Message
 
 PATIENCE_S = 10.0
 
@@ -80,7 +80,7 @@ def test_a_peer_that_takes_nothing_fills_no_memory(
         ([b""], "0 bytes"),
         ([b"\x09\x05\x91\x00"], "version 9"),
         ([StatsRequest(1).encode()], "not expected"),
-        ([b"\x02\x01\xff\xff"], "Hello"),
+        ([bytes((VERSION, 1)) + b"\xff\xff"], "Hello"),
         ([b"one", b"two"], "3 frames"),
     ],
 )

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from expert_io.belady import Belady
 from expert_io.policies import POLICIES
-from expert_io.scheduler import ExpectedGain
+from expert_io.scheduler import Eager, ExpectedGain
+from expert_io.slices import BLOCK
 from launch.cli import cli
 from launch.simulate.account import Run, simulate
 from launch.simulate.disk import DiskModel
@@ -128,6 +129,23 @@ def test_a_miss_takes_what_its_four_messages_take_and_leaves_compute_slow() -> N
     assert replay.stalled == pytest.approx(4 * 0.0004 + read_s - 0.001, abs=1e-6)
     assert replay.now == pytest.approx(0.001 + 4 * 0.0004 + read_s + 0.005 + 0.001, abs=1e-6)
     replay.close()
+
+
+def test_a_wrong_guess_on_a_slow_disk_holds_up_a_miss_for_a_step_of_it() -> None:
+    """A read of a megabyte takes a second, and is stopped a block after it proved wrong."""
+    mib = 1 << 20
+    on = Machine(8, 1, 1, DiskModel(float(mib)), plain_slices(2, 4, mib, mib), 1)
+    waited = {}
+    for picks in ([2], [1]):
+        replay = Replay(on, POLICIES["lru"](0), Eager())
+        replay.layer(LayerPass(0, 1, 0.001, 0.001, [0], ()))  # from which the disk is known
+        replay.layer(LayerPass(1, 0, 0.001, 0.001, [], (Said(1, [1], [1.0]),)))
+        before = replay.stalled
+        replay.layer(LayerPass(1, 1, 0.5, 0.001, picks, ()))
+        waited[picks[0]] = replay.stalled - before
+        replay.close()
+    assert 1.0 < waited[2] < 1.0 + BLOCK / mib
+    assert waited[1] == pytest.approx(0.5, abs=0.002), "the right one is read to its end"
 
 
 def test_what_misses_made_a_layer_slow_is_not_taken_for_its_computing(tmp_path: Path) -> None:
