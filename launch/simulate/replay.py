@@ -85,6 +85,22 @@ class Machine:
         return len(self.slices.experts[0])
 
 
+@dataclass(slots=True)
+class _Reading:
+    """The order that a reader reads since `began`; `done` bytes of it at the end of its present
+    step. `stop` is what has been said of it since: to stop, or to take no further steps."""
+
+    order: Order
+    began: float
+    done: int
+    stop: bool | None = None
+
+    @property
+    def left(self) -> int:
+        """Bytes beyond the present step."""
+        return self.order.piece.length - self.done
+
+
 def plain_slices(layers: int, experts: int, expert_bytes: int, piece_bytes: int) -> SliceMap:
     """Every expert as one range of bytes that begins at a block, cut as the service cuts it."""
     piece = align_up(piece_bytes, BLOCK)
@@ -124,10 +140,7 @@ class Replay:
         for reader in range(machine.readers):
             self._dispatcher.joined(reader)
             self._queued[reader] = deque()
-        self._orders: dict[int, Order] = {}
-        self._began: dict[int, float] = {}
-        self._done: dict[int, int] = {}  # bytes of an order up to the end of its present step
-        self._revised: dict[int, bool] = {}  # orders to stop, or to do without further steps
+        self._readings: dict[int, _Reading] = {}  # by their orders' numbers
         self._messages: list[tuple[float, int, Callable[[], None]]] = []
         self._sent = 0
         self._looking = False
@@ -248,39 +261,34 @@ class Replay:
     def _start(self, reader: int) -> None:
         """The reader begins its oldest order."""
         order = self._queued[reader][0]
-        self._orders[order.number] = order
-        self._began[order.number] = self.now
-        self._done[order.number] = order.step
+        self._readings[order.number] = _Reading(order, self.now, order.step)
         self._disk.start(self.now, order.number, order.step)
 
     def _read(self, number: int) -> None:
         """The reader has read a step of its oldest order."""
-        order, done, stop = self._orders[number], self._done[number], self._revised.get(number)
-        left = order.piece.length - done
-        stopped = left > 0 and stop is True
-        if left and not stopped:
-            step = left if stop is False else min(order.step, left)
-            self._done[number] += step
+        reading = self._readings[number]
+        order, left = reading.order, reading.left
+        if left and not reading.stop:
+            step = left if reading.stop is False else min(order.step, left)
+            reading.done += step
             self._disk.start(self.now, number, step)
             return
-        del self._orders[number], self._done[number]
-        self._revised.pop(number, None)
-        seconds = self.now - self._began.pop(number)
+        del self._readings[number]
         queue = self._queued[order.reader]
         queue.popleft()
         if queue:
             self._send(partial(self._start, order.reader), self._turn_s)
-        self._send(partial(self._answered, order, seconds, done if stopped else None))
+        self._send(partial(self._answered, reading, self.now - reading.began))
 
     def _revise(self, number: int, stop: bool) -> None:
-        if number in self._orders:
-            self._revised[number] = stop
+        if number in self._readings:
+            self._readings[number].stop = stop
 
-    def _answered(self, order: Order, seconds: float, stopped: int | None) -> None:
-        """`stopped`: after so many bytes."""
+    def _answered(self, reading: _Reading, seconds: float) -> None:
+        order = reading.order
         self._dispatcher.answered(order.reader)
-        if stopped is not None:
-            self.residency.stopped(order.number, order.reader, stopped, seconds)
+        if reading.left:
+            self.residency.stopped(order.number, order.reader, reading.done, seconds)
         else:
             self.residency.done(order.number, order.reader, seconds, self.now)
         self._give_orders()
