@@ -175,10 +175,7 @@ class Residency:
         order = self.queue.take_back(number, reader)
         if order is None:
             return Outcome()
-        order.read.nbytes += order.piece.needed
-        self.counts[counters.READ_BYTES] += order.piece.needed
-        beside = max(order.beside, self.queue.busy_with(reader))
-        self._scheduler.disk.read(order.piece.needed, seconds, beside)
+        self._brought(order, order.piece.needed, seconds)
         outcome = self._finish(order.read)
         if outcome.landed and not self._waited_for:
             self._scheduler.pace.landed(now)
@@ -189,9 +186,7 @@ class Residency:
         order = self.queue.take_back(number, reader)
         if order is None:
             return Outcome()
-        order.read.nbytes += nbytes
-        self.counts[counters.READ_BYTES] += nbytes
-        self._scheduler.disk.read(nbytes, seconds, order.beside)
+        self._brought(order, nbytes, seconds)
         return self._finish(order.read)
 
     def failed(self, number: int, reader: int, reason: str, now: float = 0.0) -> Outcome:
@@ -374,6 +369,13 @@ class Residency:
         self.counts[counters.EVICTIONS] += 1
         if self._guesses.evicted(key):
             self.counts[counters.PREDICTED_WASTED_BYTES] += self._nbytes(key)
+
+    def _brought(self, order: Order, nbytes: int, seconds: float) -> None:
+        """An order that was taken back has read so many bytes."""
+        order.read.nbytes += nbytes
+        self.counts[counters.READ_BYTES] += nbytes
+        beside = max(order.beside, self.queue.busy_with(order.reader))
+        self._scheduler.disk.read(nbytes, seconds, beside)
 
     def _finish(self, read: Read) -> Outcome:
         """Settle a read if its last piece has been settled."""
