@@ -21,10 +21,16 @@ from protocol.errors import HeadraceError, UsageError
 from protocol.messages import MAX_LOGPROBS
 
 Scores = npt.NDArray[np.float32]
+Weights = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.int64]
 
 # Where top-p starts to look; it grows until the nucleus is inside, so this is only about speed.
 _FIRST_CANDIDATES = 512
+# A cumulative sum is slow over a vocabulary, so it is made over blocks of so many ids and then
+# within one.
+_BLOCK = 256
+# Logits are fp32, so what differs at all is beyond the draw's reach at this temperature.
+_LEAST_TEMPERATURE = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +89,14 @@ class Sampler:
         self.params = params
         self._counts: dict[int, int] = {}
         self._generator = torch.Generator(device="cpu").manual_seed(params.seed)
+        self._host: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> Sample:
         """The next token from `logits`, float [vocab], on any device.
 
         Raises HeadraceError where the largest logit is not a finite number.
         """
-        scores: Scores = logits.detach().to("cpu", torch.float32).numpy()
+        scores = self._on_host(logits.detach())
         token = self._choose(self._penalized(scores))
         self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.logprobs is None:
@@ -102,6 +109,16 @@ class Sampler:
             top.tolist(),
             [float(scores[i]) - normalizer for i in top],
         )
+
+    def _on_host(self, logits: torch.Tensor) -> Scores:
+        """fp32 `logits`; a device's are overwritten by the next call."""
+        if not logits.is_cuda:
+            return logits.to("cpu", torch.float32).numpy()
+        # Into pinned memory: a copy of a vocabulary into other memory takes longer than drawing.
+        if self._host is None or self._host.shape != logits.shape:
+            self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
+        self._host.copy_(logits)
+        return self._host.numpy()
 
     def _penalized(self, scores: Scores) -> Scores:
         params = self.params
@@ -123,33 +140,52 @@ class Sampler:
             )
         if self.params.temperature == 0.0:
             return likeliest
-        weights = np.exp(
-            (scores.astype(np.float64) - float(scores[likeliest])) / self.params.temperature
-        )
-        ids = self._candidates(scores, weights)
-        kept = weights if ids is None else weights[ids]
-        cumulative = np.cumsum(kept)
+        temperature = max(self.params.temperature, _LEAST_TEMPERATURE)
         point = torch.rand(1, generator=self._generator, dtype=torch.float64).item()
-        drawn = int(np.searchsorted(cumulative, point * cumulative[-1], side="right"))
-        drawn = min(drawn, len(kept) - 1)
-        return drawn if ids is None else int(ids[drawn])
+        ids = self._candidates(scores, temperature)
+        if ids is None:
+            return _drawn_of_many(_relative(scores, scores[likeliest], temperature), point)
+        kept = _relative(scores[ids].astype(np.float64), scores[likeliest], temperature)
+        return int(ids[_drawn(kept, point)])
 
-    def _candidates(self, scores: Scores, weights: npt.NDArray[np.float64]) -> Ids | None:
-        """What top-k, top-p and min-p leave, likeliest first; None for every id.
-
-        `weights` are relative to the likeliest token's 1.
-        """
+    def _candidates(self, scores: Scores, temperature: float) -> Ids | None:
+        """What top-k, top-p and min-p leave, likeliest first; None for every id."""
         params = self.params
+        highest = scores.max()
         ids: Ids | None = None
         if 0 < params.top_k < len(scores):
             ids = largest(scores, params.top_k)
         if params.top_p < 1.0:
-            ids = _nucleus(scores, weights, ids, params.top_p)
+            ids = _nucleus(scores, ids, params.top_p, highest, temperature)
         if params.min_p > 0.0:
             if ids is None:
-                ids = np.arange(len(scores))
-            ids = ids[weights[ids] >= params.min_p]
+                # Those and a few more, of which the exact weight decides.
+                ids = np.flatnonzero(_relative(scores, highest, temperature) >= 0.99 * params.min_p)
+            weights = _relative(scores[ids].astype(np.float64), highest, temperature)
+            ids = ids[weights >= params.min_p]
         return ids
+
+
+def _relative(scores: Weights, highest: np.float32, temperature: float) -> Weights:
+    """Weights of `scores` in their own precision, the one of `highest` being 1."""
+    with np.errstate(over="ignore"):
+        return np.exp((scores - highest) / scores.dtype.type(temperature))
+
+
+def _drawn(weights: Weights, point: float) -> int:
+    """The index at which the share `point` of all `weights` [n] is reached."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    at = int(np.searchsorted(cumulative, point * cumulative[-1], side="right"))
+    return min(at, len(weights) - 1)
+
+
+def _drawn_of_many(weights: Weights, point: float) -> int:
+    """As `_drawn`, in two steps."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)).astype(np.float64)
+    block = _drawn(sums, point)
+    within = (point * float(sums.sum()) - float(sums[:block].sum())) / float(sums[block])
+    first = block * _BLOCK
+    return first + _drawn(weights[first : first + _BLOCK], min(max(within, 0.0), 1.0))
 
 
 def largest(scores: Scores, count: int) -> Ids:
@@ -158,33 +194,50 @@ def largest(scores: Scores, count: int) -> Ids:
         return np.empty(0, np.int64)
     if count >= len(scores):
         return np.argsort(-scores, kind="stable")
-    cut = np.partition(scores, len(scores) - count)[len(scores) - count]
-    above = np.flatnonzero(scores > cut)
-    level = np.flatnonzero(scores == cut)[: count - len(above)]
-    ids = np.concatenate([above, level])
-    return ids[np.argsort(-scores[ids], kind="stable")]
+    ids = np.flatnonzero(scores >= _below_largest(scores, count))
+    return ids[np.argsort(-scores[ids], kind="stable")][:count]
+
+
+def _below_largest(scores: Scores, count: int) -> float:
+    """A value that at least `count` of `scores` [n] reach, and few more than that.
+
+    Of disjoint sets' greatest elements, the `count`-th: that many elements are no smaller. Much
+    sooner found than the `count`-th of all.
+    """
+    members = len(scores) // (8 * count)
+    if members < 2:
+        return float(np.partition(scores, len(scores) - count)[len(scores) - count])
+    sets = len(scores) // members
+    tops = scores[: members * sets].reshape(members, sets).max(axis=0)
+    return float(np.partition(tops, sets - count)[sets - count])
 
 
 def _nucleus(
-    scores: Scores, weights: npt.NDArray[np.float64], ids: Ids | None, top_p: float
+    scores: Scores, ids: Ids | None, top_p: float, highest: np.float32, temperature: float
 ) -> Ids:
     """The fewest likeliest ids whose weights reach `top_p` of the total, all or those of `ids`."""
+
+    def weights(ids: Ids) -> Weights:
+        return _relative(scores[ids].astype(np.float64), highest, temperature)
+
     if ids is not None:
-        return ids[: _reaching(weights[ids], top_p * float(weights[ids].sum()))]
-    wanted = top_p * float(weights.sum())
+        of_all = weights(ids)
+        return ids[: _reaching(of_all, top_p * float(of_all.sum()))]
+    wanted = top_p * float(_relative(scores, highest, temperature).sum(dtype=np.float64))
     count = _FIRST_CANDIDATES
     while True:
         ids = largest(scores, count)
-        if count >= len(scores) or float(weights[ids].sum()) >= wanted:
-            return ids[: _reaching(weights[ids], wanted)]
+        kept = weights(ids)
+        if count >= len(scores) or float(kept.sum()) >= wanted:
+            return ids[: _reaching(kept, wanted)]
         count *= 8
 
 
-def _reaching(weights: npt.NDArray[np.float64], wanted: float) -> int:
+def _reaching(weights: Weights, wanted: float) -> int:
     """How many of `weights` [n] from the front sum up to `wanted`: at least 1, at most n."""
     return min(int(np.searchsorted(np.cumsum(weights), wanted)) + 1, len(weights))
 
 
 def _log_sum_exp(scores: Scores) -> float:
-    highest = float(scores.max())
-    return highest + math.log(float(np.exp(scores.astype(np.float64) - highest).sum()))
+    highest = scores.max()
+    return float(highest) + math.log(float(np.exp(scores - highest).sum(dtype=np.float64)))

@@ -183,10 +183,48 @@ def test_a_value_out_of_range_is_named(bad: dict[str, float]):
 
 def test_largest_agrees_with_a_full_stable_sort():
     random = np.random.default_rng(0)
-    for _ in range(200):
-        size = int(random.integers(1, 40))
+    for most in (40, 4_000) * 100:
+        size = int(random.integers(1, most))
         scores = random.integers(0, 6, size).astype(np.float32)
-        count = int(random.integers(0, size + 3))
+        count = int(random.integers(0, min(size, 60) + 3))
         assert (
             largest(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()
         )
+
+
+def in_a_large_vocabulary(probabilities: dict[int, float], size: int = 129_280) -> torch.Tensor:
+    logits = torch.full((size,), -math.inf)
+    for token, probability in probabilities.items():
+        logits[token] = math.log(probability)
+    return logits
+
+
+def test_frequencies_hold_over_a_large_vocabulary():
+    expected = {0: 0.1, 255: 0.2, 256: 0.3, 70_000: 0.25, 129_279: 0.15}
+    seen = Counter(draw(SamplingParams(seed=3), in_a_large_vocabulary(expected), 4_000))
+    assert seen.keys() == expected.keys()
+    for token, probability in expected.items():
+        assert abs(seen[token] / 4_000 - probability) < 0.03
+
+
+def test_a_large_flat_vocabulary_is_drawn_from_end_to_end():
+    drawn = draw(SamplingParams(seed=5), torch.zeros(1_001), 20_000)
+    assert set(drawn) == set(range(1_001))
+
+
+def test_cuts_of_a_large_vocabulary_are_those_of_a_full_sort():
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(129_280, generator=generator).mul(2).round(decimals=1)
+    logits[torch.randperm(129_280, generator=generator)[:40]] += 9
+    order = torch.sort(-logits, stable=True).indices
+    weights = (logits.double() / 0.7).softmax(0)[order]
+    within = int((weights.cumsum(0) < 0.5).sum()) + 1
+    likely = int((weights >= 0.4 * weights[0]).sum())
+    for params, kept in (
+        ({"top_k": 30}, 30),
+        ({"top_p": 0.5}, within),
+        ({"min_p": 0.4}, likely),
+    ):
+        drawn = draw(SamplingParams(temperature=0.7, **params), logits, 3_000)  # type: ignore[arg-type]
+        assert set(drawn) <= set(order[:kept].tolist()), params
+        assert len(set(drawn)) > 0.6 * kept, params
