@@ -79,6 +79,9 @@ class RingEngram:
         self._channel.send(request)
         return ticket
 
+    def here(self, ticket: int) -> bool:
+        return all(self._here(ticket, index) for index in range(self._ring.layers))
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         request = self._outstanding[ticket]
         block = ticket % self._ring.blocks

@@ -109,6 +109,10 @@ class EngramSource(Protocol):
         """
         ...
 
+    def here(self, ticket: int) -> bool:
+        """Whether `rows` would give every engram layer's at once."""
+        ...
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait for one engram layer's rows of a ticket.
 

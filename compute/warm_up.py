@@ -36,6 +36,9 @@ class SameRows:
     def request(self, start: int, tokens: Sequence[int], history: Sequence[int]) -> int:
         return len(tokens)
 
+    def here(self, ticket: int) -> bool:
+        return True
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = self._shape
         return self._zeros(ticket, rows, width), self._zeros(ticket, rows, width // 32)

@@ -177,6 +177,10 @@ class Decoder(SingleTokens):
 
         return launch
 
+    def rows_here(self, ticket: int) -> bool:
+        """Whether `fetch_rows` would not wait."""
+        return self._engram.here(ticket)
+
     def fetch_rows(self, layer: int, ticket: int) -> None:
         """Put `layer`'s engram rows, if it has any, into `rows`; waits for them."""
         if layer not in self.step.config.engram_layer_ids:

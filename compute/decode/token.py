@@ -136,8 +136,12 @@ class TokenDecoder(SingleTokens):
 
     def _serve(self, ticket: int) -> None:
         """Answer the running token, and pass on what it picks and predicts."""
+        # Those that are there already have no layer to wait for.
+        sent = self._rows_due >= 0 and self._eager.rows_here(ticket)
+        if sent:
+            self._send_rows(ticket)
         for layer in range(self._layers):
-            if layer == self._rows_due:
+            if layer == self._rows_due and not sent:
                 self._send_rows(ticket)
             begin = time.perf_counter()
             record = self._mailbox.wait(layer, self._runner.running)

@@ -60,6 +60,10 @@ class RowsBefore:
         self._read[ticket] = [self._source.rows(ticket, at) for at in self._layers]
         return ticket
 
+    def here(self, ticket: int) -> bool:
+        """As EngramSource."""
+        return True
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As EngramSource."""
         return self._read[ticket][engram_layer_index]

@@ -43,6 +43,10 @@ class TensorRows:
         self.request = source.request
         self.done = source.done
 
+    def here(self, ticket: int) -> bool:
+        """As EngramSource."""
+        return True
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The source's arrays as tensors."""
         codes, scales = self._source.rows(ticket, engram_layer_index)

@@ -63,6 +63,9 @@ class RowsAsked:
         assert len(self.open) <= 2, "more tickets than the ring has blocks"
         return ticket
 
+    def here(self, ticket: int) -> bool:
+        return True
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._source is not None
         codes, scales = self._source.rows(ticket, engram_layer_index)

@@ -73,6 +73,9 @@ class TableEngram:
         self.open[self._tickets] = torch.from_numpy(ngram_hash().rows(tokens, history))
         return self._tickets
 
+    def here(self, ticket: int) -> bool:
+        return True
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids = self.open[ticket][engram_layer_index]
         codes, scales = engram_table(config().engram_layer_ids[engram_layer_index])

@@ -49,6 +49,10 @@ class ResidentEngram:
             self._asked[self._next] = list(rows)
         return self._next
 
+    def here(self, ticket: int) -> bool:
+        """See `EngramSource`."""
+        return True
+
     def rows(self, ticket: int, engram_layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EngramSource`."""
         codes, scales = self._tables[engram_layer_index]
