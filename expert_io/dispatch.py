@@ -5,6 +5,8 @@ Owns how many orders each reader holds. What the order is, is the residency's de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from expert_io.reads import Order
 from expert_io.residency import Residency
 
@@ -27,21 +29,20 @@ class Dispatcher:
         """`reader` has one order less."""
         self._held[reader] -= 1
 
-    def orders(self, now: float) -> list[Order]:
-        """Every reader gets an order, then a second one to go on with at once.
+    def orders(self, now: float) -> Iterator[Order]:
+        """Every reader gets an order, then a second one to go on with at once. Each is decided on
+        only when the one before is out, so that the first reader begins that much earlier.
 
         The second is urgent only: what is queued at a reader cannot be overtaken, and nothing is
         more urgent. Without it a reader idles for a round trip between the pieces of a miss.
         """
-        given = []
         for ahead in range(READ_AHEAD + 1):
             for reader in [reader for reader, held in self._held.items() if held == ahead]:
                 order = self._residency.next_order(reader, now, urgent_only=ahead > 0)
                 if order is None:
                     break
                 self._held[reader] += 1
-                given.append(order)
-        return given
+                yield order
 
     @property
     def must_look(self) -> bool:
