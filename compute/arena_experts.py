@@ -56,11 +56,12 @@ class ArenaExperts:
         *,
         stall_timeout: float,
         verify_slots: bool,
+        busy_poll: float = 0.0,
         interruption: Interruption | None = None,
     ) -> None:
-        """`stall_timeout` seconds without an expert's arrival end a wait with StallError.
-        `verify_slots` compares slot generations after every use. `interruption` is asked at every
-        layer and in every wait."""
+        """`stall_timeout` seconds without an expert's arrival end a wait with StallError; for its
+        first `busy_poll` seconds a wait does not sleep. `verify_slots` compares slot generations
+        after every use. `interruption` is asked at every layer and in every wait."""
         self._channel = channel
         self._directory = directory
         self._arena = arena
@@ -68,6 +69,7 @@ class ArenaExperts:
         self._views = views
         self._tracer = tracer
         self._stall_timeout = stall_timeout
+        self._busy_poll = busy_poll
         self._verify_slots = verify_slots
         self._interruption = interruption or Interruption()
         # The other half is for what prefetch brings and what reclamation has in hand.
@@ -247,7 +249,7 @@ class ArenaExperts:
 
     def _wait(self, layer: int, pending: list[int]) -> list[int]:
         """Wait until one of `pending` is here; their directory words."""
-        waiting = BoundedWait(self._stall_timeout)
+        waiting = BoundedWait(self._stall_timeout, self._busy_poll)
         try:
             with self._tracer.span("wait for experts", layer=layer, experts=len(pending)):
                 return self._await_any(layer, pending, waiting)

@@ -126,6 +126,7 @@ def assemble(
         views,
         tracer,
         stall_timeout=spec.stall_timeout,
+        busy_poll=spec.busy_poll,
         verify_slots=spec.verify_slots,
         interruption=interruption,
     )
@@ -135,6 +136,7 @@ def assemble(
         progress,
         tracer,
         stall_timeout=spec.stall_timeout,
+        busy_poll=spec.busy_poll,
         interruption=interruption,
     )
     limits = Limits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 # Asking again is harmless, so it is only a matter of not flooding a peer that is merely slow.
@@ -17,10 +18,12 @@ NAPPING_S = 0.1
 
 
 class BoundedWait:
-    """One wait for one thing. It ends after `timeout` seconds; asks repeat at 1, 3, 7, … s."""
+    """One wait for one thing. It ends after `timeout` seconds; asks repeat at 1, 3, 7, … s. For the
+    first `busy_poll` seconds it does not sleep."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, busy_poll: float = 0.0) -> None:
         self._timeout = timeout
+        self._busy_poll = busy_poll
         self._begin = time.monotonic()
         self._pause = REPEAT_S
         self._repeat_at = self._begin + self._pause
@@ -33,9 +36,13 @@ class BoundedWait:
     def nap(self) -> float:
         """Nap where what is waited for may still come at any moment; then how many seconds to wait
         for a message before looking again."""
-        if self.seconds >= NAPPING_S:
+        seconds = self.seconds
+        if seconds < self._busy_poll:
+            os.sched_yield()
+        elif seconds < NAPPING_S:
+            time.sleep(NAP_S)
+        else:
             return WAKE_S
-        time.sleep(NAP_S)
         return 0.0
 
     @property

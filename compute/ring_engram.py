@@ -35,15 +35,17 @@ class RingEngram:
         tracer: Tracer,
         *,
         stall_timeout: float,
+        busy_poll: float = 0.0,
         interruption: Interruption | None = None,
     ) -> None:
-        """`stall_timeout` seconds without rows end a wait with StallError; `interruption` is asked
-        in every wait."""
+        """`stall_timeout` seconds without rows end a wait with StallError; for its first
+        `busy_poll` seconds a wait does not sleep. `interruption` is asked in every wait."""
         self._channel = channel
         self._ring = ring
         self._progress = progress
         self._tracer = tracer
         self._stall_timeout = stall_timeout
+        self._busy_poll = busy_poll
         self._interruption = interruption or Interruption()
         self._codes = torch.from_numpy(ring.codes)
         self._scales = torch.from_numpy(ring.scales)
@@ -103,7 +105,7 @@ class RingEngram:
         return int(self._ring.ready[ticket % self._ring.blocks, index]) == ticket + 1
 
     def _wait(self, request: EngramRequest, index: int) -> None:
-        waiting = BoundedWait(self._stall_timeout)
+        waiting = BoundedWait(self._stall_timeout, self._busy_poll)
         try:
             with self._tracer.span("wait for engram", tokens=len(request.tokens), index=index):
                 self._await(request, index, waiting)

@@ -18,12 +18,14 @@ import numpy as np
 import zmq
 
 from expert_io.disk import ShardFiles
+from protocol.busy_poll import BusyPoll
 from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError, ReadError
 from protocol.faults import Fault, FaultPlan
 from protocol.layouts import PAGE, Arena, full_fence
 from protocol.lifecycle import run_child
 from protocol.messages import (
+    BACKGROUND,
     LANE_NAMES,
     Hello,
     ReadDone,
@@ -40,6 +42,7 @@ from protocol.transport import Channel
 
 NAN_SCALE = 255
 WAIT_S = 3600.0
+WAIT_MS = int(WAIT_S * 1000)
 
 
 class Reader:
@@ -55,6 +58,7 @@ class Reader:
         self._stopping = False
         self._waiting: deque[ReadOrder] = deque()
         self._revision: ReviseOrder | None = None  # the last one
+        self._busy_poll = BusyPoll(spec.busy_poll)
         self._faults = FaultPlan.parse(spec.faults, seed=spec.reader)
         self._struck: list[Fault] = []
         self._files = ShardFiles(spec.files, spec.direct, self._preadv)
@@ -76,10 +80,15 @@ class Reader:
         self._control.send(Ready(self._name, {"expert reads": way}))
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
         while not self._stopping:
-            poller.poll(int(WAIT_S * 1000))
+            if not poller.poll(0 if self._busy_poll.look_again() else WAIT_MS):
+                continue
             self._listen()
             while self._waiting:
-                self._serve(self._waiting.popleft())
+                order = self._waiting.popleft()
+                self._serve(order)
+                # Nobody waits for what is read in the background, nor for what comes after it.
+                if order.lane != BACKGROUND:
+                    self._busy_poll.expect_more()
             for _, message in self._control.drain():
                 self._answers.take(message)
         self._tracer.stop()

@@ -29,6 +29,7 @@ from expert_io.service_trace import ServiceTrace
 from expert_io.slices import SliceMap
 from expert_io.warm_set import WarmSet
 from protocol import counters
+from protocol.busy_poll import BusyPoll
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
 from protocol.errors import CheckpointError, HeadraceError, ResourceError
@@ -103,6 +104,8 @@ class ExpertService:
         tracer = Tracer(NAME, spec.trace)
         self._trace = ServiceTrace(tracer, self.residency.figures, self._loop)
         self._looking = False
+        self._busy_poll, self._polling = BusyPoll(spec.busy_poll), False
+        self._poller = zmq.Poller()
         self._stop = asyncio.Event()
         self._answers = ControlAnswers(control, NAME, self._trace, self._figures, self._stop.set)
 
@@ -141,6 +144,8 @@ class ExpertService:
     async def run(self, compute: Channel, readers: Channel) -> None:
         """Serve until told to stop."""
         self._compute, self._readers = compute, readers
+        for channel in (compute, readers):
+            channel.register(self._poller)
         self._control.attach(self._loop, self._on_control)
         compute.attach(self._loop, self._on_compute)
         readers.attach(self._loop, self._on_reader)
@@ -179,6 +184,22 @@ class ExpertService:
             case _:
                 self._own[counters.MALFORMED_MESSAGES] += 1
         self._give_orders()
+        self._busy_poll.expect_more()
+        if not self._polling:
+            self._poll_next_turn()
+
+    def _poll_next_turn(self) -> None:
+        """Keep the loop from sleeping while compute is likely to say more; timers and the
+        supervisor have their turns as ever."""
+        self._polling = self._busy_poll.look_again()
+        if self._polling:
+            self._loop.call_soon(self._poll)
+
+    def _poll(self) -> None:
+        if self._poller.poll(0):
+            self._compute.take_in()
+            self._readers.take_in()
+        self._poll_next_turn()
 
     def _on_reader(self, sender: str, message: Message) -> None:
         match message:

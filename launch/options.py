@@ -5,12 +5,14 @@ Owns defaults and the checks that need no checkpoint. Sizes are bytes, times sec
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from expert_io.policies import DEFAULT_POLICY
+from protocol.busy_poll import busy_poll_seconds
 from protocol.errors import UsageError
 from protocol.faults import FaultPlan
 from protocol.messages import Generate
@@ -62,6 +64,8 @@ class GroupOptions:
     `chunk_tokens` of a prompt are computed in one pass (None: `pass_tokens` says).
     `kept_bytes` bound the sequence states that let a request continue an earlier one;
     `snapshot_dir` keeps them beyond the process, within `snapshot_bytes`.
+    For `busy_poll` seconds a process that is likely to be needed waits without sleeping (None: as
+    this machine's cores allow).
     """
 
     checkpoint: Path
@@ -96,6 +100,7 @@ class GroupOptions:
     stall_timeout: float = 60.0
     order_timeout: float = 20.0
     silence_timeout: float = 300.0
+    busy_poll: float | None = None
     runtime_dir: Path | None = None
     trace: Path | None = None
     route_trace: Path | None = None
@@ -122,6 +127,16 @@ class GroupOptions:
             raise UsageError(f"--pin is {self.pin!r}, expected auto, on or off")
         if self.graphs not in GRAPHS:
             raise UsageError(f"--graphs is {self.graphs!r}, expected {', '.join(GRAPHS)}")
+
+    @property
+    def busy_poll_seconds(self) -> float:
+        """`busy_poll`, or what the cores that this process may use allow."""
+        if self.busy_poll is not None:
+            return self.busy_poll
+        cores = len(os.sched_getaffinity(0))
+        # On a CPU they all compute, unless told otherwise.
+        threads = 1 if on_gpu(self.device) else self.threads or cores
+        return busy_poll_seconds(cores, self.readers, threads)
 
     @property
     def pass_tokens(self) -> int:

@@ -111,6 +111,7 @@ class Wiring:
             files=[str(path) for path in self.files],
             arena_fd=self.regions.arena.fd,
             direct=options.direct,
+            busy_poll=options.busy_poll_seconds,
             bandwidth=float(options.disk_bandwidth),
             latency=options.disk_latency,
             # A fault that ends a reader would end its replacement too.
@@ -144,6 +145,7 @@ class Wiring:
             predicted_in_flight=options.predicted_in_flight,
             reserve=self.config.num_experts_per_tok,
             order_timeout=options.order_timeout,
+            busy_poll=options.busy_poll_seconds,
             policy=options.policy,
             seed=options.seed,
             warm_experts=[],
@@ -198,6 +200,7 @@ class Wiring:
             predict_ahead=options.predict_ahead,
             predict_early=options.predict_early,
             stall_timeout=options.stall_timeout,
+            busy_poll=options.busy_poll_seconds,
             threads=options.threads,
             verify_slots=options.verify_slots,
             pin=options.pin != "off",

@@ -22,7 +22,9 @@ class ReaderSpec(Message):
     """`files` are the shards a ReadOrder's `file` counts in. `direct` asks for O_DIRECT where the
     file system takes it. The remaining fields are for developers and tests, 0 or "" in use:
     `bandwidth` (bytes/s of the whole emulated disk, split among `readers`) and `latency` (seconds a
-    read) slow reads down; `faults` is a `protocol.faults` description of what to break."""
+    read) slow reads down; `faults` is a `protocol.faults` description of what to break.
+    `busy_poll` seconds after an order that matters to a token the next one is looked for without
+    sleeping (0: never; `protocol.busy_poll` decides, for all processes alike)."""
 
     reader: int
     incarnation: int
@@ -32,6 +34,7 @@ class ReaderSpec(Message):
     files: list[str]
     arena_fd: int
     direct: bool
+    busy_poll: float
     bandwidth: float
     latency: float
     faults: str
@@ -48,7 +51,8 @@ class ExpertServiceSpec(Message):
     names an eviction policy; `seed` is for its random choices. `warm_experts` are read in the
     background at the start, as `layer << 16 | expert`, hottest first; `pinned`, written the same
     way, before them, and those stay. `warm_dir` is where the hot experts are kept for the next
-    start ("": nowhere)."""
+    start ("": nowhere). `busy_poll` seconds after compute has said something, messages are looked
+    for without sleeping (0: never)."""
 
     control: str
     experts: str
@@ -63,6 +67,7 @@ class ExpertServiceSpec(Message):
     predicted_in_flight: int
     reserve: int
     order_timeout: float
+    busy_poll: float
     policy: str
     seed: int
     warm_experts: list[int]
@@ -101,7 +106,8 @@ class ComputeSpec(Message):
     (0: none); `snapshot_dir` keeps them on disk too, within `snapshot_bytes` ("": not at all).
     `predict` is how many experts of each of the next `predict_ahead` layers are published (0:
     none), with `predict_early` also of each layer before its attention. `stall_timeout` seconds
-    bound every wait for experts or rows. `threads` is torch's own count (0: its default).
+    bound every wait for experts or rows, and for its first `busy_poll` seconds it does not sleep.
+    `threads` is torch's own count (0: its default).
     `verify_slots` compares slot generations around every use. `pin` registers the arena with a GPU,
     so that it is copied from without a detour. On a GPU `graphs` says how decode steps are launched
     (off, on, token, oracle), and `device_cache_bytes` how much device memory holds experts (0:
@@ -126,6 +132,7 @@ class ComputeSpec(Message):
     predict_ahead: int
     predict_early: bool
     stall_timeout: float
+    busy_poll: float
     threads: int
     verify_slots: bool
     pin: bool

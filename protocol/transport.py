@@ -147,6 +147,12 @@ class Channel:
         self._waking = True
         loop.call_soon(wakeup)
 
+    def take_in(self) -> None:
+        """Have every message already here handled, on an attached channel, before its descriptor
+        wakes the loop."""
+        assert self._on_wakeup is not None
+        self._on_wakeup()
+
     def register(self, poller: zmq.Poller) -> None:
         """Have `poller` report when messages wait here."""
         poller.register(self._socket, zmq.POLLIN)

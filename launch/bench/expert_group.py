@@ -6,6 +6,7 @@ both supervisor and compute.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from expert_io.policies import DEFAULT_POLICY
 from launch.child import Child, spawn_child
 from launch.processes import death_error
 from launch.runtime_directory import RuntimeDirectory
+from protocol.busy_poll import busy_poll_seconds
 from protocol.config import ModelConfig
 from protocol.errors import ReadError, StallError
 from protocol.layouts import ABSENT, Arena, Directory, Progress, full_fence
@@ -79,7 +81,9 @@ class ExpertGroup:
         pinned: Sequence[tuple[int, int]] = (),
         warm_dir: Path | None = None,
         huge_pages: bool = True,
+        busy_poll: float | None = None,
     ) -> None:
+        """`busy_poll` as in GroupOptions; the caller takes compute's place with one thread."""
         self.checkpoint = checkpoint
         self.config = ModelConfig.load(checkpoint)
         self.slices = expert_slices(checkpoint, self.config, pack, piece_bytes)
@@ -92,6 +96,9 @@ class ExpertGroup:
             reserve,
         )
         self.order_timeout, self.policy = order_timeout, policy
+        if busy_poll is None:
+            busy_poll = busy_poll_seconds(len(os.sched_getaffinity(0)), readers, 1)
+        self.busy_poll = busy_poll
         self._warm = [layer << 16 | expert for layer, expert in warm]
         self._pinned = [layer << 16 | expert for layer, expert in pinned]
         self._warm_dir = warm_dir
@@ -171,6 +178,7 @@ class ExpertGroup:
             [str(path) for path in self.slices.files],
             self.arena.fd,
             self.direct,
+            self.busy_poll,
             self.bandwidth,
             self.latency,
             self.faults if faults is None else faults,
@@ -277,6 +285,7 @@ class ExpertGroup:
             self.predicted_in_flight,
             self.reserve,
             self.order_timeout,
+            self.busy_poll,
             self.policy,
             seed=0,
             warm_experts=self._warm,

@@ -40,6 +40,7 @@ def experts_of(group: ExpertGroup, device: torch.device) -> ArenaExperts:
         Tracer("bench"),
         stall_timeout=STALL_TIMEOUT_S,
         verify_slots=False,
+        busy_poll=group.busy_poll,
         interruption=_Deaths(group),
     )
 

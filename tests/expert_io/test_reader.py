@@ -51,7 +51,9 @@ class Reading:
         self._control = Channel.bind(self._context, ends[0], [Ready])
         says = [ReaderHello, ReadDone, ReadFailed, ReadStopped]
         self._orders = Channel.bind(self._context, ends[1], says)
-        spec = ReaderSpec(0, 0, 1, *ends, [str(path)], os.dup(self.arena.fd), False, 0, 0, "", "")
+        spec = ReaderSpec(
+            0, 0, 1, *ends, [str(path)], os.dup(self.arena.fd), False, 0, 0, 0, "", ""
+        )
         self._theirs = (
             Channel.connect(self._context, ends[0], NAME, [Stop]),
             Channel.connect(self._context, ends[1], NAME, [ReadOrder, ReviseOrder]),

@@ -1,5 +1,5 @@
 """Symptoms: greedy text that depends on how much fits in memory, on prefetch, on the number of
-readers, on what was asked before, or on how the prompt was cut."""
+readers, on how processes wait, on what was asked before, or on how the prompt was cut."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from protocol import counters
+from protocol.busy_poll import BUSY_POLL_S
 from protocol.messages import TokenEvent
 from tests.golden.cases import case
 from tests.ipc.running_group import ALL_SLOTS, MINIMUM_SLOTS, RunningGroup
@@ -57,11 +58,17 @@ def reference() -> Reference:
     return answers
 
 
-@pytest.mark.parametrize(("readers", "prefetch"), [(1, 0), (4, 2)])
-def test_the_smallest_cache_changes_the_text(readers: int, prefetch: int) -> None:
+@pytest.mark.parametrize(
+    ("readers", "prefetch", "busy_poll"), [(1, 0, 0.0), (4, 2, 0.0), (2, 2, BUSY_POLL_S)]
+)
+def test_the_smallest_cache_changes_the_text(readers: int, prefetch: int, busy_poll: float) -> None:
     """Asked in the other order, so that what was cold is warm, and once more at the end."""
     with RunningGroup(
-        slots=MINIMUM_SLOTS, readers=readers, predicted_in_flight=prefetch, verify_slots=True
+        slots=MINIMUM_SLOTS,
+        readers=readers,
+        predicted_in_flight=prefetch,
+        busy_poll=busy_poll,
+        verify_slots=True,
     ) as group:
         for name in (*reversed(PROMPTS), PROMPTS[1]):
             assert group.tokens(prompt(name), TOKENS) == reference().tokens[name], name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_an_option_out_of_range_is_named_as_it_is_written(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         GroupOptions(Path("DIR"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "looks"),
+    [
+        ({"device": "cuda"}, 16, True),
+        ({"device": "cuda"}, 8, False),
+        ({"device": "cuda", "readers": 12}, 16, False),
+        ({"device": "cpu"}, 64, False),  # all of them compute
+        ({"device": "cpu", "threads": 8}, 16, True),
+        ({"device": "cpu", "threads": 9}, 16, False),
+        ({"device": "cpu", "busy_poll": 0.01}, 2, True),
+        ({"device": "cuda", "busy_poll": 0.0}, 64, False),
+    ],
+)
+def test_processes_wait_without_sleeping_where_cores_are_spare(
+    options: dict[str, Any], cores: int, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert bool(GroupOptions(Path("DIR"), **options).busy_poll_seconds) == looks
 
 
 def test_a_request_reaches_compute_with_every_value() -> None:

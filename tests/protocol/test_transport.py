@@ -199,6 +199,38 @@ def test_a_message_whose_wake_up_a_send_takes_away_is_handled(
     assert asyncio.run(main()) == [Cancel(number) for number in range(count)]
 
 
+def test_what_is_taken_in_before_its_wake_up_is_handled_once_and_the_next_wakes_the_loop(
+    context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> None:
+    async def main() -> list[Message]:
+        received: list[Message] = []
+        came = asyncio.Event()
+        bound = Channel.bind(context, address, [Cancel])
+        peer = Channel.connect(context, address, "compute", [StatsRequest])
+        poller = zmq.Poller()
+        bound.register(poller)
+
+        def collect(_: str, message: Message) -> None:
+            received.append(message)
+            came.set()
+
+        bound.attach(asyncio.get_running_loop(), collect)
+        async with asyncio.timeout(PATIENCE_S):
+            for number in range(0, 100, 2):
+                peer.send(Cancel(number))
+                assert poller.poll(PATIENCE_S * 1000)
+                bound.take_in()  # the loop has not run since it was sent
+                assert received[-1] == Cancel(number)
+                came.clear()
+                peer.send(Cancel(number + 1))
+                await came.wait()
+        bound.close()
+        peer.close()
+        return received
+
+    assert asyncio.run(main()) == [Cancel(number) for number in range(100)]
+
+
 def test_endpoints_too_long_for_a_socket_are_refused() -> None:
     fits = Path("/" + "x" * (IPC_PATH_LIMIT - len("/" + "/control")))
     assert Endpoints.under(fits).control == f"ipc://{fits}/control"
