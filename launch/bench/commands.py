@@ -29,6 +29,7 @@ from launch.ranges import (
     Integer,
     Size,
 )
+from protocol.busy_poll import BUSY_POLL_S
 from protocol.specs import GRAPHS
 
 ENGINE = GroupOptions(Path())  # its defaults
@@ -136,8 +137,15 @@ def io_command(
 @click.option("--hits", default=20000, show_default=True, type=ROUNDS, help="Looks to time.")
 @click.option("--misses", default=200, show_default=True, type=ROUNDS, help="Misses to time.")
 @click.option("--readers", default=1, show_default=True, type=READERS, help="Reader processes.")
+@click.option(
+    "--busy-poll/--no-busy-poll",
+    default=None,
+    help="Whether processes that wait look without sleeping; by default, as the cores allow.",
+)
 @as_json_option
-def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: bool) -> None:
+def ipc_command(
+    directory: Path, hits: int, misses: int, readers: int, busy_poll: bool | None, as_json: bool
+) -> None:
     """What talking costs, over the checkpoint in DIR.
 
     Microseconds to find a layer's resident experts, and what the service adds to a miss beyond the
@@ -146,7 +154,8 @@ def ipc_command(directory: Path, hits: int, misses: int, readers: int, as_json: 
     from launch.bench.ipc import run
 
     with ended_by_signals():
-        figures = run(directory, hits, misses, readers)
+        seconds = None if busy_poll is None else BUSY_POLL_S * busy_poll
+        figures = run(directory, hits, misses, readers, seconds)
     _say(
         figures,
         as_json,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compute.bounded_wait import NAP_S
+from compute.bounded_wait import BoundedWait
 from launch.bench.echo import round_trips
 from launch.bench.expert_group import TIMEOUT_S, ExpertGroup, every_expert
 from launch.bench.expert_tier import experts_of
@@ -27,9 +27,14 @@ from protocol.errors import StallError
 from protocol.layouts import ABSENT, look_up
 
 
-def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any]:
-    """Percentiles in microseconds over `hits` looks and `misses` reads."""
-    with ExpertGroup(checkpoint, slots=24, readers=readers, piece_bytes=1 << 30) as group:
+def run(
+    checkpoint: Path, hits: int, misses: int, readers: int, busy_poll: float | None
+) -> dict[str, Any]:
+    """Percentiles in microseconds over `hits` looks and `misses` reads; `busy_poll` as in
+    GroupOptions."""
+    with ExpertGroup(
+        checkpoint, slots=24, readers=readers, piece_bytes=1 << 30, busy_poll=busy_poll
+    ) as group:
         picks = list(range(group.config.num_experts_per_tok))
         group.fetch(0, picks)
         hit = _time_hits(group, picks, hits)
@@ -48,6 +53,7 @@ def run(checkpoint: Path, hits: int, misses: int, readers: int) -> dict[str, Any
         "hits": hits,
         "misses": misses,
         "reads_a_miss": len(group.slices.experts[0][0].pieces),
+        "busy_poll_ms": group.busy_poll * 1e3,
     }
 
 
@@ -79,11 +85,12 @@ def _time_miss(group: ExpertGroup, layer: int, expert: int) -> tuple[float, floa
     before = group.stats()[counters.READ_SECONDS]
     begin = time.perf_counter()
     group.ask(layer, [expert])
+    waiting = BoundedWait(TIMEOUT_S, group.busy_poll)
     while ABSENT in look_up(group.directory, group.arena, layer, [expert]):
-        if time.perf_counter() > begin + TIMEOUT_S:
+        if waiting.exhausted:
             raise StallError(f"layer {layer} expert {expert} did not come")
         group.raise_deaths()
-        time.sleep(NAP_S)  # as compute waits
+        waiting.nap()  # as compute does
     total = time.perf_counter() - begin
     # The service counts the read's time once it has heard of it.
     group.await_resident(layer, [expert])
