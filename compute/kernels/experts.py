@@ -74,20 +74,35 @@ def _token(limbs, limb_stride, sums, scales, first_word, K: tl.constexpr, WORDS:
 
 
 @triton.jit
+def _quarters(words, GROUPS: tl.constexpr):
+    """The four words of every group of 32 columns, each [..., GROUPS], of [..., 4 * GROUPS]."""
+    shape: tl.constexpr = (words.shape[0], GROUPS, 2, 2)
+    even, odd = tl.split(tl.reshape(words, shape))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
 def _scaled_sums(words, row_scale, token, zero, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """fp32 [ROWS, WORDS / 4]: the exact sums over 32 columns, times both scales."""
+    groups: tl.constexpr = WORDS // 4
+    low = tl.zeros((ROWS, groups), tl.int32)
+    middle, high = low, low
+    zero += low
+    word = _quarters(words, groups)
     shape: tl.constexpr = (ROWS, WORDS)
-    sums = dot_eight(
-        words,
-        tl.broadcast_to(token[0][None, :], shape),
-        tl.broadcast_to(token[1][None, :], shape),
-        tl.broadcast_to(token[2][None, :], shape),
-        tl.broadcast_to(token[3][None, :], shape),
-        tl.broadcast_to(token[4][None, :], shape),
-        tl.broadcast_to(token[5][None, :], shape),
-        tl.full(shape, 0, tl.int32) + zero,
-    )
-    sums = tl.sum(tl.reshape(sums, (ROWS, WORDS // 4, 4)), axis=2) - token[6][None, :]
+    x0 = _quarters(tl.broadcast_to(token[0][None, :], shape), groups)
+    x1 = _quarters(tl.broadcast_to(token[1][None, :], shape), groups)
+    y0 = _quarters(tl.broadcast_to(token[2][None, :], shape), groups)
+    y1 = _quarters(tl.broadcast_to(token[3][None, :], shape), groups)
+    z0 = _quarters(tl.broadcast_to(token[4][None, :], shape), groups)
+    z1 = _quarters(tl.broadcast_to(token[5][None, :], shape), groups)
+    for i in tl.static_range(4):
+        low, middle, high = dot_eight(
+            word[i], x0[i], x1[i], y0[i], y1[i], z0[i], z1[i], low, middle, high, zero
+        )
+    sums = (high * 256 + middle) * 256 + low - token[6][None, :]
     return sums.to(tl.float32) * (power_of_two(row_scale) * token[7][None, :])
 
 

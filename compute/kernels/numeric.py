@@ -215,68 +215,60 @@ def _signed_byte(word, i: tl.constexpr):
 
 
 @triton.jit
-def _dot_eight_portable(word, x0, x1, y0, y1, z0, z1):
-    total = tl.zeros(word.shape, tl.int32)
+def _dot_eight_portable(word, x0, x1, limb):
     for i in tl.static_range(8):
         code = (word >> (4 * i)) & 15
         size = code & 7
         twice = tl.where(size < 2, size, (2 + (size & 1)) << tl.maximum((size >> 1) - 1, 0))
         value = 16 + tl.where(code > 7, -twice, twice)
         if i < 4:
-            total += value * (
-                _signed_byte(x0, i) + 256 * _signed_byte(y0, i) + 65536 * _signed_byte(z0, i)
-            )
+            limb += value * _signed_byte(x0, i)
         else:
-            total += value * (
-                _signed_byte(x1, i - 4)
-                + 256 * _signed_byte(y1, i - 4)
-                + 65536 * _signed_byte(z1, i - 4)
-            )
-    return total
+            limb += value * _signed_byte(x1, i - 4)
+    return limb
 
 
 @triton.jit
-def dot_eight(word, x0, x1, y0, y1, z0, z1, zero):
-    """int32 sum over the eight e2m1 codes of `word` of (16 + twice the code's value) * 512 x,
-    exact.
+def dot_eight(word, x0, x1, y0, y1, z0, z1, low, middle, high, zero):
+    """int32 (low, middle, high), each increased by the sum over the eight e2m1 codes of `word` of
+    (16 + twice the code's value) times a limb of 512 x, exact.
 
     x as bytes of three limbs (x, y, z), four columns a word. A byte permute looks four codes up at
-    once in a table of eight magnitudes; another of the same selectors, whose fourth bit is the
-    code's sign, gives the mask that takes 16 - size instead of 16 + size. The 16 keeps every entry
-    a positive byte below 128; whoever adds the sums takes 16 * 512 * sum(x) off again.
+    once in a table of eight sizes, and gives 0 for a code whose fourth bit, the sign, is set. So
+    one of 16 + size for the codes as they are and one of 16 - size for their complements in sign
+    add up to all four. The 16 keeps every entry a positive byte below 128; whoever adds the sums
+    takes 16 * 512 * sum(x) off again.
 
     `zero` is an int32 zero the compiler cannot see through: it keeps the tables in registers, where
     a constant would be moved into one again in front of every permute.
     """
     if PORTABLE:
-        return _dot_eight_portable(word, x0, x1, y0, y1, z0, z1)
+        low = _dot_eight_portable(word, x0, x1, low)
+        middle = _dot_eight_portable(word, y0, y1, middle)
+        return low, middle, _dot_eight_portable(word, z0, z1, high)
     else:
         return tl.inline_asm_elementwise(
             asm="""
             {
-            .reg .b32 w1, m0, m1, p, n, s, a, b, d, e, f;
-            and.b32 m0, $1, 0x77777777;
-            shr.u32 m1, m0, 16;
-            shr.u32 w1, $1, 16;
-            prmt.b32 p, $8, 0x1C181614, m0;
-            prmt.b32 n, $9, 0x04080A0C, m0;
-            prmt.b32 s, $10, $10, $1;
-            lop3.b32 a, s, n, p, 0xCA;
-            prmt.b32 p, $8, 0x1C181614, m1;
-            prmt.b32 n, $9, 0x04080A0C, m1;
-            prmt.b32 s, $10, $10, w1;
-            lop3.b32 b, s, n, p, 0xCA;
-            dp4a.u32.s32 d, a, $2, 0;
-            dp4a.u32.s32 d, b, $3, d;
-            dp4a.u32.s32 e, a, $4, 0;
-            dp4a.u32.s32 e, b, $5, e;
-            dp4a.u32.s32 f, a, $6, 0;
-            dp4a.u32.s32 f, b, $7, f;
-            mad.lo.s32 e, f, 256, e;
-            mad.lo.s32 $0, e, 256, d;
+            .reg .b32 v0, v1, w1, p, n, a, b, d;
+            xor.b32 v0, $3, 0x88888888;
+            shr.u32 w1, $3, 16;
+            shr.u32 v1, v0, 16;
+            prmt.b32 p, $13, 0x1C181614, $3;
+            prmt.b32 n, $14, 0x04080A0C, v0;
+            add.u32 a, p, n;
+            prmt.b32 p, $13, 0x1C181614, w1;
+            prmt.b32 n, $14, 0x04080A0C, v1;
+            add.u32 b, p, n;
+            dp4a.u32.s32 d, a, $4, $10;
+            dp4a.u32.s32 $0, b, $5, d;
+            dp4a.u32.s32 d, a, $6, $11;
+            dp4a.u32.s32 $1, b, $7, d;
+            dp4a.u32.s32 d, a, $8, $12;
+            dp4a.u32.s32 $2, b, $9, d;
             }
             """,
-            constraints="=r,r,r,r,r,r,r,r,r,r,r",
+            constraints="=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
             args=[
                 word,
                 x0,
@@ -285,11 +277,13 @@ def dot_eight(word, x0, x1, y0, y1, z0, z1, zero):
                 y1,
                 z0,
                 z1,
+                low,
+                middle,
+                high,
                 zero + 0x13121110,
                 zero + 0x0D0E0F10,
-                zero ^ -0x7F7F7F80,
             ],
-            dtype=tl.int32,
+            dtype=(tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
