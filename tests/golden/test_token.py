@@ -177,20 +177,27 @@ def test_a_failed_read_leaves_the_device_waiting_or_the_next_token_wrong() -> No
     assert torch.equal(rig.logits(5), wanted[1:])
 
 
-def test_a_token_waits_for_its_rows_before_it_begins() -> None:
+@pytest.mark.parametrize("here", [False, True])
+def test_a_token_waits_for_its_rows_before_it_begins_or_they_for_its_first_layer(
+    here: bool,
+) -> None:
     wanted, _ = eagerly("mini_len016", 4)
     rig = Rig(2 * PICKS)
     rows, engram = rig.mini.engram.rows, rig.mini.engram
-    heard: list[bool] = []
+    served: list[bool] = []
 
     def late(ticket: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        heard.append(rig.eager.mailbox.heard(0) is not None)
+        # Its experts have been asked for, so the first layer has been heard.
+        served.append(rig.held.asked > asked)
         return rows(ticket, index)
 
     engram.rows = late  # type: ignore[method-assign]
-    assert torch.equal(rig.logits(4), wanted)
+    engram.here = lambda ticket: here  # type: ignore[method-assign]
+    for step in range(4):
+        asked = rig.held.asked
+        assert torch.equal(rig.logits(1), wanted[step : step + 1])
     assert rig.token.repeated == 0
-    assert heard == [True] * 4 * len(config().engram_layer_ids)
+    assert served == [not here] * 4 * len(config().engram_layer_ids)
 
 
 def test_rows_that_cannot_be_read_leave_the_device_waiting_or_the_next_token_wrong() -> None:
@@ -204,6 +211,7 @@ def test_rows_that_cannot_be_read_leave_the_device_waiting_or_the_next_token_wro
     rig.logits(1)
     snapshot = rig.state.snapshot()
     engram.rows = failing  # type: ignore[method-assign]
+    engram.here = lambda ticket: False  # type: ignore[method-assign]
     with pytest.raises(ReadError, match="shard 9"):
         rig.logits(1)
     engram.rows = rows  # type: ignore[method-assign]

@@ -142,8 +142,10 @@ def test_a_ticket_that_gave_way_is_not_read_to_its_end() -> None:
         collected = [engram.answer()]
         while collected[-1] != EngramReady(6, 1):
             collected.append(engram.answer())
-        assert EngramReady(2, 0) not in collected
-        assert any(isinstance(a, EngramFailed) and a.ticket == 4 for a in collected)
+        gave_way = {a.ticket for a in collected if isinstance(a, EngramFailed)}
+        # Which layer each had reached when the next one came is a matter of microseconds.
+        assert gave_way == {0, 2, 4}
+        assert not any(EngramReady(ticket, 1) in collected for ticket in gave_way)
         engram.check_rows(6, tokens)
 
 
