@@ -1,7 +1,9 @@
 """The engram process: answers compute's requests for rows through the shared ring.
 
-One thread talks (asyncio on uvloop), one reads; requests are served in the order they came. A read
-that fails fails its request and nothing else. Started by the supervisor as
+One thread answers the supervisor (asyncio on uvloop), one hears compute and reads, so that a
+request wakes nobody else and a disk that hangs keeps nobody waiting but compute. Requests are
+served in the order they came. A read that fails fails its request and nothing else. Started by the
+supervisor as
 `python -m protocol engram_io.service PIPE PARENT_PID`.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +26,7 @@ from engram_io.reader import ReadBlocks
 from engram_io.rows import Int64
 from engram_io.token_map import TokenMap
 from protocol import counters
+from protocol.busy_poll import BusyPoll
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
 from protocol.errors import HeadraceError, ReadError
@@ -62,9 +66,12 @@ class EngramService:
         self._reading = ThreadPoolExecutor(1, "engram-serve")
         # Its thread now: one that cannot be started ends the start, and leaves no request waiting.
         self._reading.submit(os.getpid)
+        self._stopping = os.eventfd(0)
+        # The reading thread's own, from here on.
+        self._waiting: deque[tuple[str, EngramRequest]] = deque()
         # Newest ticket of every ring block: an older one is no longer wanted by anyone.
         self._newest: dict[int, int] = {}
-        # Written by the reading thread alone.
+        self._busy_poll = BusyPoll(spec.busy_poll)
         self._failures = 0
         self._report("checkpoint headers", 0.0)
         directory = Path(spec.checkpoint)
@@ -88,30 +95,28 @@ class EngramService:
     async def run(self) -> None:
         """Serve until told to stop."""
         self._control.attach(self._loop, self._on_control)
-        self._requests.attach(self._loop, self._on_request)
         facts = {
             "engram reads": self.lookup.blocks.way,
             "engram cache": f"{self.lookup.cache.capacity} rows, {self.lookup.cache.nbytes} bytes",
             "token map": f"{self.lookup.token_map.size} classes, "
             f"sha256 {self.lookup.token_map.digest[:12]}",
         }
+        reading = self._loop.run_in_executor(self._reading, self._serve_requests)
         self._control.send(Ready(NAME, facts))
-        await self._stop.wait()
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((stop, reading), return_when=asyncio.FIRST_COMPLETED)
+        if not stop.done():
+            reading.result()
+        os.eventfd_write(self._stopping, 1)
         self._tracer.stop()
 
     def _report(self, what: str, fraction: float) -> None:
         self._control.send(Loading(NAME, what, fraction))
 
-    # --- talking: the event loop's thread ---------------------------------------------------------
+    # --- the supervisor: the event loop's thread --------------------------------------------------
 
     def _on_control(self, _sender: str, message: Message) -> None:
         self._answers.take(message)
-
-    def _on_request(self, sender: str, message: Message) -> None:
-        if isinstance(message, EngramRequest):
-            if message.ticket >= 0:
-                self._newest[message.ticket % self._ring.blocks] = message.ticket
-            self._reading.submit(self._serve, sender, message)
 
     def _figures(self) -> dict[str, float]:
         malformed = self._control.malformed + self._requests.malformed
@@ -121,10 +126,33 @@ class EngramService:
             counters.MALFORMED_MESSAGES: malformed,
         }
 
-    def _answer(self, sender: str, message: Message) -> None:
-        self._loop.call_soon_threadsafe(self._requests.send, message, sender)
+    # --- compute and the disk: one thread ---------------------------------------------------------
 
-    # --- reading: one thread ----------------------------------------------------------------------
+    def _serve_requests(self) -> None:
+        """Until told to stop. While a token is decoded it looks for the next one's request."""
+        poller = zmq.Poller()
+        self._requests.register(poller)
+        poller.register(self._stopping, zmq.POLLIN)
+        while True:
+            at_once = self._waiting or self._busy_poll.look_again()
+            events = poller.poll(0 if at_once else None)
+            if (self._stopping, zmq.POLLIN) in events:
+                return
+            if events:
+                self._listen()
+            if self._waiting:
+                self._serve(*self._waiting.popleft())
+                self._busy_poll.expect_more()
+
+    def _listen(self) -> None:
+        for sender, message in self._requests.drain():
+            if isinstance(message, EngramRequest):
+                if message.ticket >= 0:
+                    self._newest[message.ticket % self._ring.blocks] = message.ticket
+                self._waiting.append((sender, message))
+
+    def _answer(self, sender: str, message: Message) -> None:
+        self._requests.send(message, sender)
 
     def _serve(self, sender: str, request: EngramRequest) -> None:
         try:
@@ -154,6 +182,7 @@ class EngramService:
 
     def _write_layers(self, ticket: int, indices: Sequence[int], rows: Int64) -> None:
         ring, block, count = self._ring, ticket % self._ring.blocks, rows.shape[1]
+        self._listen()
         if self._newest[block] != ticket:
             raise HeadraceError(f"engram request {ticket} gave way to {self._newest[block]}")
         # Who waits asks again; it needs the answer then, and not the rows once more.

@@ -165,6 +165,7 @@ class Wiring:
             threads=options.engram_reads,
             cache_bytes=options.engram_cache_bytes,
             direct=options.direct,
+            busy_poll=options.busy_poll_seconds,
             latency=options.disk_latency,
             faults=options.engram_faults,
             trace=self._trace("engram"),

@@ -79,8 +79,8 @@ class ExpertServiceSpec(Message):
 @message(102)
 @dataclass(frozen=True, slots=True)
 class EngramServiceSpec(Message):
-    """`threads` read at once; `cache_bytes` bounds the hot rows kept. `latency` and `faults` as in
-    ReaderSpec."""
+    """`threads` read at once; `cache_bytes` bounds the hot rows kept. `latency`, `faults` and
+    `busy_poll` (after a request) as in ReaderSpec."""
 
     control: str
     engram: str
@@ -89,6 +89,7 @@ class EngramServiceSpec(Message):
     threads: int
     cache_bytes: int
     direct: bool
+    busy_poll: float
     latency: float
     faults: str
     trace: str

@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 
+from protocol.busy_poll import BUSY_POLL_S
 from tests.ipc.engram_process import EngramProcess
 from tests.ipc.test_compute_engram import ring_engram
 
@@ -22,8 +23,13 @@ def main() -> None:
     """Print the median and the 90th percentile in microseconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=300, help="tokens to time (default 300)")
-    count = parser.parse_args().tokens
-    with EngramProcess() as engram, ring_engram(engram) as source:
+    parser.add_argument("--busy-poll", action="store_true", help="whoever waits does not sleep")
+    options = parser.parse_args()
+    count, busy_poll = options.tokens, BUSY_POLL_S * options.busy_poll
+    with (
+        EngramProcess(busy_poll=busy_poll) as engram,
+        ring_engram(engram, busy_poll=busy_poll) as source,
+    ):
         draw = random.Random(1)
         reach, vocabulary = engram.config.engram_max_ngram_size - 1, engram.config.vocab_size
         tokens: list[int] = []

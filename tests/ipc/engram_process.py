@@ -56,6 +56,7 @@ class EngramProcess:
     threads: int = 32
     cache_bytes: int = 1 << 20
     direct: bool = True
+    busy_poll: float = 0.0
     latency: float = 0.0
     faults: str = ""
     trace: str = ""
@@ -88,6 +89,7 @@ class EngramProcess:
             self.threads,
             self.cache_bytes,
             self.direct,
+            self.busy_poll,
             self.latency,
             self.faults,
             self.trace,

@@ -1,4 +1,4 @@
-"""Service and readers as real processes that may look for messages without sleeping."""
+"""Services and readers as real processes that may look for messages without sleeping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 from launch.bench.expert_group import ExpertGroup
+from protocol import counters
 from protocol.busy_poll import BUSY_POLL_S
+from tests.ipc.engram_process import EngramProcess
 from tests.ipc.running_group import PATIENCE_S, cpu_seconds
 
 MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
@@ -57,3 +59,27 @@ def test_what_is_read_in_the_background_keeps_nobody_awake() -> None:
         group.await_resident(1, [2])
         taken = taken_in_an_idle_second(group)
     assert max(taken.values()) < LOOKED_S, taken
+
+
+def test_the_engram_service_looks_after_a_request_and_still_hears_the_supervisor() -> None:
+    with EngramProcess(busy_poll=ALWAYS_S) as engram:
+        engram.ask(0, [5, 6, 7])
+        engram.answers(0)
+        pid, deadline = engram.process.pid, time.monotonic() + PATIENCE_S
+        before = cpu_seconds(pid)
+        while cpu_seconds(pid) < before + LOOKED_S:
+            assert time.monotonic() < deadline, "it sleeps"
+            assert engram.control.receive(0.05) is None
+        assert engram.stats()[counters.ENGRAM_ROWS] > 0
+        engram.ask(1, [8])
+        engram.answers(1)
+        assert engram.stop() == 0
+
+
+def test_an_engram_service_without_requests_takes_no_processor_time() -> None:
+    with EngramProcess(busy_poll=BUSY_POLL_S) as engram:
+        engram.ask(0, [5, 6, 7])
+        engram.answers(0)
+        before = cpu_seconds(engram.process.pid)
+        assert engram.control.receive(IDLE_S) is None
+        assert cpu_seconds(engram.process.pid) - before < LOOKED_S

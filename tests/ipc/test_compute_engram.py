@@ -22,7 +22,9 @@ from tests.ipc.engram_process import BLOCK_TOKENS, BLOCKS, MINI, EngramProcess
 
 
 @contextmanager
-def ring_engram(engram: EngramProcess, stall_timeout: float = 20.0) -> Iterator[RingEngram]:
+def ring_engram(
+    engram: EngramProcess, stall_timeout: float = 20.0, busy_poll: float = 0.0
+) -> Iterator[RingEngram]:
     progress = Progress.create(words_count=Progress.COUNT)
     assert engram.ring is not None
     yield RingEngram(
@@ -31,6 +33,7 @@ def ring_engram(engram: EngramProcess, stall_timeout: float = 20.0) -> Iterator[
         ProgressPage(progress),
         Tracer("compute"),
         stall_timeout=stall_timeout,
+        busy_poll=busy_poll,
     )
     progress.close()
 
@@ -54,6 +57,16 @@ def test_rows_are_those_of_the_tokens_asked_for_ahead():
         check(source, second, [8], [5, 6, 7])
         source.done(second)
         assert source.counts[counters.ENGRAM_ROWS] == 4 * 2 * 6
+
+
+def test_rows_are_here_once_every_layer_has_them():
+    with EngramProcess(latency=0.05, cache_bytes=0) as engram, ring_engram(engram) as source:
+        ticket = source.request(0, list(range(3, 60)), [])
+        assert not source.here(ticket)
+        source.rows(ticket, 0)
+        assert not source.here(ticket)
+        source.rows(ticket, 1)
+        assert source.here(ticket)
 
 
 def test_a_block_still_in_use_is_not_asked_for_again():
