@@ -186,7 +186,7 @@ def test_largest_agrees_with_a_full_stable_sort():
     for most in (40, 4_000) * 100:
         size = int(random.integers(1, most))
         scores = random.integers(0, 6, size).astype(np.float32)
-        count = int(random.integers(0, min(size, 60) + 3))
+        count = int(random.integers(0, size + 3))
         assert (
             largest(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()
         )

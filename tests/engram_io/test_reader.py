@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from engram_io.reader import ATTEMPTS, RowReader, WantedRows
 from engram_io.rows import MERGE_SPAN
 from protocol.errors import CheckpointError, ReadError, StallError
 from tests.engram_io.table_on_disk import ROWS, TableOnDisk
+from tests.page_cache import cached_pages
 
 Int64 = npt.NDArray[np.int64]
 WAYS = ("kernel AIO", "direct threads", "buffered threads")
@@ -202,31 +201,15 @@ def test_a_missing_shard_is_one_line(tmp_path: Path) -> None:
         BlockReader([tmp_path / "gone.safetensors"], 8)
 
 
-def _cached_pages(path: Path) -> int:
-    """Pages of `path` in the page cache. Only asks: a read would fetch what it looks for."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
-        view = np.frombuffer(mapped, np.uint8)
-        mincore = ctypes.CDLL(None, use_errno=True).mincore
-        failed = mincore(
-            ctypes.c_void_p(view.ctypes.data),
-            ctypes.c_size_t(len(mapped)),
-            ctypes.c_void_p(pages.ctypes.data),
-        )
-        assert not failed, os.strerror(ctypes.get_errno())
-        del view
-    return int((pages & 1).sum())
-
-
 def test_reading_rows_leaves_no_pages_in_the_page_cache(disk: Disk) -> None:
     path = disk.on_disk.path
     fd = os.open(path, os.O_RDWR)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    before = _cached_pages(path)
+    before = cached_pages(path)
     disk.check(np.arange(0, ROWS, 400))
-    assert _cached_pages(path) <= before
+    assert cached_pages(path) <= before
 
 
 def test_no_table_is_ever_mapped(disk: Disk) -> None:

@@ -14,6 +14,7 @@ import pytest
 from expert_io.disk import ATTEMPTS, ShardFiles
 from expert_io.slices import BLOCK
 from protocol.errors import ReadError
+from tests.page_cache import cached_pages
 
 SIZE = 5 * BLOCK + 700
 
@@ -183,29 +184,12 @@ def test_a_file_system_that_refuses_the_flag_is_read_buffered(
 def test_nothing_a_buffered_read_brought_stays_in_the_page_cache(
     shard: Path, memory: memoryview
 ) -> None:
-    def left() -> int:
-        with shard.open("rb+") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            before = pages_cached(file.fileno())
-            ShardFiles([str(shard)], False).read(0, 0, SIZE, memory)
-            return pages_cached(file.fileno()) - before
-
-    # A page that is still on its way when the read ends cannot be dropped; that is rare.
-    assert any(left() <= 0 for _ in range(3))
-
-
-def pages_cached(descriptor: int) -> int:
-    """Pages of the file that a read gets without the disk."""
-    block = memoryview(bytearray(1))
-    count = 0
-    for offset in range(0, SIZE, BLOCK):
-        try:
-            os.preadv(descriptor, [block], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            continue
-        count += 1
-    return count
+    with shard.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = cached_pages(shard)
+        ShardFiles([str(shard)], False).read(0, 0, SIZE, memory)
+        assert cached_pages(shard) <= before
 
 
 def test_no_shard_is_ever_mapped() -> None:
