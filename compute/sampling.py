@@ -142,16 +142,16 @@ class Sampler:
             return likeliest
         temperature = max(self.params.temperature, _LEAST_TEMPERATURE)
         point = torch.rand(1, generator=self._generator, dtype=torch.float64).item()
-        ids = self._candidates(scores, temperature)
+        highest = scores[likeliest]
+        ids = self._candidates(scores, highest, temperature)
         if ids is None:
-            return _drawn_of_many(_relative(scores, scores[likeliest], temperature), point)
-        kept = _relative(scores[ids].astype(np.float64), scores[likeliest], temperature)
+            return _drawn_of_many(_relative(scores, highest, temperature), point)
+        kept = _relative(scores[ids].astype(np.float64), highest, temperature)
         return int(ids[_drawn(kept, point)])
 
-    def _candidates(self, scores: Scores, temperature: float) -> Ids | None:
+    def _candidates(self, scores: Scores, highest: np.float32, temperature: float) -> Ids | None:
         """What top-k, top-p and min-p leave, likeliest first; None for every id."""
         params = self.params
-        highest = scores.max()
         ids: Ids | None = None
         if 0 < params.top_k < len(scores):
             ids = largest(scores, params.top_k)
@@ -240,4 +240,4 @@ def _reaching(weights: Weights, wanted: float) -> int:
 
 def _log_sum_exp(scores: Scores) -> float:
     highest = scores.max()
-    return float(highest) + math.log(float(np.exp(scores - highest).sum(dtype=np.float64)))
+    return float(highest) + math.log(float(_relative(scores, highest, 1.0).sum(dtype=np.float64)))

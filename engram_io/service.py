@@ -151,18 +151,15 @@ class EngramService:
                     self._newest[message.ticket % self._ring.blocks] = message.ticket
                 self._waiting.append((sender, message))
 
-    def _answer(self, sender: str, message: Message) -> None:
-        self._requests.send(message, sender)
-
     def _serve(self, sender: str, request: EngramRequest) -> None:
         try:
             self._write_rows(sender, request)
         except HeadraceError as error:
             self._failures += isinstance(error, ReadError)
-            self._answer(sender, EngramFailed(request.ticket, str(error)))
+            self._requests.send(EngramFailed(request.ticket, str(error)), sender)
         except Exception as error:
             # Nothing a request holds may end the process that serves the next one.
-            self._answer(sender, EngramFailed(request.ticket, describe(error)))
+            self._requests.send(EngramFailed(request.ticket, describe(error)), sender)
 
     def _write_rows(self, sender: str, request: EngramRequest) -> None:
         ring, ticket, count = self._ring, request.ticket, len(request.tokens)
@@ -178,7 +175,7 @@ class EngramService:
         for indices in (layers,) if together else zip(layers, strict=True):
             self._write_layers(ticket, indices, rows)
             for index in indices:
-                self._answer(sender, EngramReady(ticket, index))
+                self._requests.send(EngramReady(ticket, index), sender)
 
     def _write_layers(self, ticket: int, indices: Sequence[int], rows: Int64) -> None:
         ring, block, count = self._ring, ticket % self._ring.blocks, rows.shape[1]

@@ -136,12 +136,10 @@ class TokenDecoder(SingleTokens):
 
     def _serve(self, ticket: int) -> None:
         """Answer the running token, and pass on what it picks and predicts."""
-        # Those that are there already have no layer to wait for.
-        sent = self._rows_due >= 0 and self._eager.rows_here(ticket)
-        if sent:
-            self._send_rows(ticket)
+        # Rows that are there already need not wait for a layer to be heard of.
+        due = 0 if self._rows_due >= 0 and self._eager.rows_here(ticket) else self._rows_due
         for layer in range(self._layers):
-            if layer == self._rows_due and not sent:
+            if layer == due:
                 self._send_rows(ticket)
             begin = time.perf_counter()
             record = self._mailbox.wait(layer, self._runner.running)

@@ -84,6 +84,12 @@ def _quarters(words, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def _shared_quarters(vector, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """`_quarters` of one vector's words [4 * GROUPS] that all rows meet, each [ROWS, GROUPS]."""
+    return _quarters(tl.broadcast_to(vector[None, :], (ROWS, 4 * GROUPS)), GROUPS)
+
+
+@triton.jit
 def _scaled_sums(words, row_scale, token, zero, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """fp32 [ROWS, WORDS / 4]: the exact sums over 32 columns, times both scales."""
     groups: tl.constexpr = WORDS // 4
@@ -91,13 +97,12 @@ def _scaled_sums(words, row_scale, token, zero, ROWS: tl.constexpr, WORDS: tl.co
     middle, high = low, low
     zero += low
     word = _quarters(words, groups)
-    shape: tl.constexpr = (ROWS, WORDS)
-    x0 = _quarters(tl.broadcast_to(token[0][None, :], shape), groups)
-    x1 = _quarters(tl.broadcast_to(token[1][None, :], shape), groups)
-    y0 = _quarters(tl.broadcast_to(token[2][None, :], shape), groups)
-    y1 = _quarters(tl.broadcast_to(token[3][None, :], shape), groups)
-    z0 = _quarters(tl.broadcast_to(token[4][None, :], shape), groups)
-    z1 = _quarters(tl.broadcast_to(token[5][None, :], shape), groups)
+    x0 = _shared_quarters(token[0], ROWS, groups)
+    x1 = _shared_quarters(token[1], ROWS, groups)
+    y0 = _shared_quarters(token[2], ROWS, groups)
+    y1 = _shared_quarters(token[3], ROWS, groups)
+    z0 = _shared_quarters(token[4], ROWS, groups)
+    z1 = _shared_quarters(token[5], ROWS, groups)
     for i in tl.static_range(4):
         low, middle, high = dot_eight(
             word[i], x0[i], x1[i], y0[i], y1[i], z0[i], z1[i], low, middle, high, zero

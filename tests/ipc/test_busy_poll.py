@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from launch.bench.expert_group import ExpertGroup
 from protocol import counters
 from protocol.busy_poll import BUSY_POLL_S
+from protocol.transport import Channel
 from tests.ipc.engram_process import EngramProcess
 from tests.ipc.running_group import PATIENCE_S, cpu_seconds
 
@@ -18,24 +20,34 @@ ALWAYS_S = 3600.0
 LOOKED_S, IDLE_S = 0.3, 1.0
 
 
-def processor_times(group: ExpertGroup) -> dict[str, float]:
-    return {name: cpu_seconds(child.pid) for name, child in group.children.items()}
+def processor_times(pids: Mapping[str, int]) -> dict[str, float]:
+    return {name: cpu_seconds(pid) for name, pid in pids.items()}
 
 
-def taken_in_an_idle_second(group: ExpertGroup) -> dict[str, float]:
-    """Processor time of each process while nobody says a word."""
-    before = processor_times(group)
-    assert group.control.receive(IDLE_S) is None
-    return {name: now - before[name] for name, now in processor_times(group).items()}
+def await_looking(pids: Mapping[str, int], control: Channel) -> None:
+    """Until each process has taken more than one that sleeps takes, while nobody says a word."""
+    before, deadline = processor_times(pids), time.monotonic() + PATIENCE_S
+    while any(now < before[name] + LOOKED_S for name, now in processor_times(pids).items()):
+        assert time.monotonic() < deadline, "a process sleeps"
+        assert control.receive(0.05) is None
+
+
+def check_idle(pids: Mapping[str, int], control: Channel) -> None:
+    """That a second in which nobody says a word takes no process's time."""
+    before = processor_times(pids)
+    assert control.receive(IDLE_S) is None
+    taken = {name: now - before[name] for name, now in processor_times(pids).items()}
+    assert max(taken.values()) < LOOKED_S, taken
+
+
+def pids_of(group: ExpertGroup) -> dict[str, int]:
+    return {name: child.pid for name, child in group.children.items()}
 
 
 def test_whoever_may_look_does_and_still_hears_the_supervisor() -> None:
     with ExpertGroup(MINI, slots=SLOTS, readers=1, busy_poll=ALWAYS_S) as group:
         group.fetch(0, [1])
-        before, deadline = processor_times(group), time.monotonic() + PATIENCE_S
-        while any(now < before[name] + LOOKED_S for name, now in processor_times(group).items()):
-            assert time.monotonic() < deadline, "a process sleeps"
-            assert group.control.receive(0.05) is None
+        await_looking(pids_of(group), group.control)
         assert group.stats()["read_bytes"] > 0
         group.fetch(0, [2])
         group.stop()
@@ -47,8 +59,7 @@ def test_a_group_without_work_takes_no_processor_time() -> None:
     with ExpertGroup(MINI, slots=SLOTS, readers=2, busy_poll=BUSY_POLL_S) as group:
         group.fetch(0, [1, 2, 3])
         group.hint(1, 0, [1, 2, 3], 1, [4, 5])
-        taken = taken_in_an_idle_second(group)
-    assert max(taken.values()) < LOOKED_S, taken
+        check_idle(pids_of(group), group.control)
 
 
 def test_what_is_read_in_the_background_keeps_nobody_awake() -> None:
@@ -57,19 +68,14 @@ def test_what_is_read_in_the_background_keeps_nobody_awake() -> None:
     ) as group:
         group.await_resident(0, [1])
         group.await_resident(1, [2])
-        taken = taken_in_an_idle_second(group)
-    assert max(taken.values()) < LOOKED_S, taken
+        check_idle(pids_of(group), group.control)
 
 
 def test_the_engram_service_looks_after_a_request_and_still_hears_the_supervisor() -> None:
     with EngramProcess(busy_poll=ALWAYS_S) as engram:
         engram.ask(0, [5, 6, 7])
         engram.answers(0)
-        pid, deadline = engram.process.pid, time.monotonic() + PATIENCE_S
-        before = cpu_seconds(pid)
-        while cpu_seconds(pid) < before + LOOKED_S:
-            assert time.monotonic() < deadline, "it sleeps"
-            assert engram.control.receive(0.05) is None
+        await_looking({"engram": engram.process.pid}, engram.control)
         assert engram.stats()[counters.ENGRAM_ROWS] > 0
         engram.ask(1, [8])
         engram.answers(1)
@@ -80,6 +86,4 @@ def test_an_engram_service_without_requests_takes_no_processor_time() -> None:
     with EngramProcess(busy_poll=BUSY_POLL_S) as engram:
         engram.ask(0, [5, 6, 7])
         engram.answers(0)
-        before = cpu_seconds(engram.process.pid)
-        assert engram.control.receive(IDLE_S) is None
-        assert cpu_seconds(engram.process.pid) - before < LOOKED_S
+        check_idle({"engram": engram.process.pid}, engram.control)
