@@ -147,7 +147,9 @@ def assemble(
     routes = _route_recorder(spec, config, weights, fitted, experts, regions.arena.slots)
     if device.type == "cuda" and routes is None and spec.graphs == "token":
         control.send(Loading(NAME, "decode kernels, compiled at the first start", 1.0))
-    decoding = _decoding(spec, config, weights, fitted, experts, engram, regions.arena, tracer)
+    decoding = _decoding(
+        spec, config, weights, fitted, experts, engram, regions.arena, limits.context, tracer
+    )
     if chunk_kernels(device) is not None:
         control.send(Loading(NAME, "prompt kernels, compiled at the first start", 1.0))
         warm_up(config, weights, limits.chunk_tokens)
@@ -198,6 +200,7 @@ def _decoding(
     experts: ArenaExperts,
     engram: RingEngram,
     arena: Arena,
+    capacity: int,
     tracer: Tracer,
 ) -> Decoding | None:
     """On a GPU: decode steps through the kernels, where they are used, and the experts' tier in its
@@ -208,8 +211,7 @@ def _decoding(
 
     cache = None if spec.device_cache_bytes < 0 else spec.device_cache_bytes
     device = weights.embed.device
-    room = (spec.max_context, spec.chunk_tokens)
-    tier = device_tier(experts, arena, config, device, cache, *room)
+    tier = device_tier(experts, arena, config, device, cache, capacity, spec.chunk_tokens)
     if spec.route_trace:
         # A recorder is shown what only the torch path has at hand.
         return Decoding(None, tier)
@@ -220,6 +222,7 @@ def _decoding(
         engram,
         graphs=spec.graphs,
         predictions=spec.predict,
+        capacity=capacity,
         fitted=fitted,
         tracer=tracer,
     )

@@ -41,11 +41,12 @@ def decoder(
     *,
     graphs: str,
     predictions: int,
+    capacity: int = 0,
     fitted: FittedGates = NO_FITTED_GATES,
     tracer: Tracer | None = None,
 ) -> AnyDecoder:
     """What runs tokens as `graphs`, one of GRAPHS, says; a token as one graph with its kernels
-    compiled.
+    compiled for sequences with room for `capacity` tokens.
 
     Raises UsageError for graphs on a device without them.
     """
@@ -53,7 +54,7 @@ def decoder(
     step = DecodeStep(config, arguments, predictions=min(predictions, config.n_routed_experts))
     made = decoder_over(step, experts, engram, graphs=graphs, tracer=tracer)
     if isinstance(made, TokenDecoder):
-        made.compile()
+        made.compile(capacity)
     return made
 
 

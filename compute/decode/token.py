@@ -72,13 +72,14 @@ class TokenDecoder(SingleTokens):
         self.waited_s = 0.0
 
     @torch.inference_mode()
-    def compile(self) -> None:
+    def compile(self, capacity: int = 0) -> None:
         """Compile and load the kernels of a token: some twenty seconds where none are cached.
 
-        Runs one that waits for nothing and means nothing, of an empty sequence.
+        Runs one that waits for nothing and means nothing, of an empty sequence with room for
+        `capacity` tokens: kernels are compiled for what divides the room.
         """
         device = self.step.buffers.streams.device
-        self._eager.begin(0, SequenceState(self.step.config, device), void=True)
+        self._eager.begin(0, SequenceState(self.step.config, device, capacity), void=True)
         self._launch()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
