@@ -245,7 +245,9 @@ class ArenaExperts:
             self._last_demand += 1
             demand = Demand(self._last_demand, layer, missing[begin : begin + piece])
             self._outstanding.append(_Outstanding(demand, set(demand.experts)))
-            self._channel.send(demand)
+            frame = demand.encode()
+            self._progress.demands(frame)
+            self._channel.send_frame(frame)
 
     def _wait(self, layer: int, pending: list[int]) -> list[int]:
         """Wait until one of `pending` is here; their directory words."""

@@ -1,4 +1,5 @@
-"""The page that tells the others how far compute has come; compute is its only writer.
+"""The page that tells the others how far compute has come and what it demands; compute is its only
+writer.
 
 Promises: a reader that sees an epoch or a finished demand sees it after everything compute did
 before publishing it.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from protocol.early_copies import EarlySender
 from protocol.layouts import Progress, full_fence
 
 
@@ -16,6 +18,7 @@ class ProgressPage:
 
     def __init__(self, region: Progress) -> None:
         self._words = region.words
+        self._demands = EarlySender(region.demands)
 
     @property
     def step(self) -> int:
@@ -52,6 +55,10 @@ class ProgressPage:
         full_fence()
         self._words[Progress.EPOCH] += 1
         full_fence()
+
+    def demands(self, frame: bytes) -> None:
+        """Show an encoded demand, about to be sent, to a service that looks."""
+        self._demands.put(frame)
 
     def used(self, demand: int) -> None:
         """The experts of all demands up to `demand` may be evicted."""

@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import zmq
@@ -20,9 +21,10 @@ import zmq
 from expert_io.disk import ShardFiles
 from protocol.busy_poll import BusyPoll
 from protocol.control import COMMON, ControlAnswers
+from protocol.early_copies import EarlyReceiver
 from protocol.errors import HeadraceError, ReadError
 from protocol.faults import Fault, FaultPlan
-from protocol.layouts import PAGE, Arena, full_fence
+from protocol.layouts import PAGE, Arena, EarlyOrders, full_fence
 from protocol.lifecycle import run_child
 from protocol.messages import (
     BACKGROUND,
@@ -63,6 +65,10 @@ class Reader:
         self._struck: list[Fault] = []
         self._files = ShardFiles(spec.files, spec.direct, self._preadv)
         self._arena = Arena.attach(spec.arena_fd)
+        early = EarlyOrders.attach(spec.early_orders_fd)
+        self._early = EarlyReceiver(
+            early.of_reader[spec.reader], ReadOrder, attrgetter("order"), spec.incarnation
+        )
         self._memory = memoryview(self._arena.memory)[PAGE:]
         self._bytes = 0.0
         self._reads = 0.0
@@ -80,7 +86,8 @@ class Reader:
         self._control.send(Ready(self._name, {"expert reads": way}))
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
         while not self._stopping:
-            if not poller.poll(0 if self._busy_poll.look_again() else WAIT_MS):
+            wait = 0 if self._busy_poll.look_again() else WAIT_MS
+            if not poller.poll(wait) and not self._early.changed:
                 continue
             self._listen()
             while self._waiting:
@@ -94,10 +101,11 @@ class Reader:
         self._tracer.stop()
 
     def _listen(self) -> None:
-        """Take in what the service has sent."""
+        """Take in what the service has sent, or is about to."""
+        self._waiting.extend(self._early.look())
         for _, message in self._orders.drain():
             match message:
-                case ReadOrder():
+                case ReadOrder() if not self._early.has_had(message):
                     self._waiting.append(message)
                 case ReviseOrder():
                     self._revision = message
@@ -106,7 +114,7 @@ class Reader:
         self._stopping = True
 
     def _figures(self) -> dict[str, float]:
-        malformed = self._control.malformed + self._orders.malformed
+        malformed = self._control.malformed + self._orders.malformed + self._early.malformed
         return {"reads": self._reads, "read_bytes": self._bytes, "malformed_messages": malformed}
 
     def _serve(self, order: ReadOrder) -> None:

@@ -66,6 +66,8 @@ class Residency:
         self._step = 0
         self._landed_guesses = 0  # since the reserve was last made whole
         self._routed: set[Key] = set()  # the picks of the last hint
+        # Picks of open demands, which may overtake the hint that names them.
+        self._picked_early: set[Key] = set()
         self._last_routing: tuple[int, ...] = ()
         # The last hint's picks miss, and their demand, which comes next, has not come yet.
         self._demand_due = False
@@ -236,6 +238,7 @@ class Residency:
         waited = bool(self._waited_for)
         done = int(self._progress.words[Progress.DEMAND_DONE])
         for demand, key in self._demands.close(done):
+            self._picked_early.discard(key)
             read = self.queue.reads.get(key)
             if read is not None:
                 read.demands.discard(demand)
@@ -250,6 +253,7 @@ class Residency:
         """Whether `key` is resident; otherwise it is now on its way urgently."""
         if key not in self._routed:
             self._picked(key)
+            self._picked_early.add(key)
         if self._directory.entry[key] != ABSENT:
             return True
         read = self.queue.reads.get(key)
@@ -269,7 +273,8 @@ class Residency:
         """`layer` has picked `routed`, of which `absent` will be demanded."""
         self._routed, self._demand_due = routed, False
         for key in routed:
-            self._picked(key)
+            if key not in self._picked_early:
+                self._picked(key)
         picks = {expert for _, expert in routed}
         dropped = self._scheduler.routed(now, step, layer, picks, bool(absent))
         self.counts[counters.PREDICTED_DROPPED] += dropped

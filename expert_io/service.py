@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from operator import attrgetter
 from pathlib import Path
 
 import uvloop
@@ -32,9 +33,10 @@ from protocol import counters
 from protocol.busy_poll import BusyPoll
 from protocol.config import ModelConfig
 from protocol.control import COMMON, ControlAnswers
+from protocol.early_copies import EarlyReceiver, EarlySender
 from protocol.errors import CheckpointError, HeadraceError, ResourceError
 from protocol.identity import checkpoint_identity
-from protocol.layouts import Arena, Directory, Progress
+from protocol.layouts import Arena, Directory, EarlyOrders, Progress
 from protocol.lifecycle import run_child
 from protocol.messages import (
     Demand,
@@ -105,6 +107,9 @@ class ExpertService:
         self._trace = ServiceTrace(tracer, self.residency.figures, self._loop)
         self._looking = False
         self._busy_poll, self._polling = BusyPoll(spec.busy_poll), False
+        self._early_demands = EarlyReceiver(progress.demands, Demand, attrgetter("demand"))
+        early_orders = EarlyOrders.attach(spec.early_orders_fd)
+        self._early_orders = [EarlySender(cells) for cells in early_orders.of_reader]
         self._poller = zmq.Poller()
         self._stop = asyncio.Event()
         self._answers = ControlAnswers(control, NAME, self._trace, self._figures, self._stop.set)
@@ -165,6 +170,10 @@ class ExpertService:
         self._answers.take(message)
 
     def _on_compute(self, sender: str, message: Message) -> None:
+        if not isinstance(message, Demand) or not self._early_demands.has_had(message):
+            self._take(sender, message)
+
+    def _take(self, sender: str, message: Message) -> None:
         match message:
             case Demand(demand, layer, experts) if self._known(layer, experts):
                 self._trace.asked(demand, layer, experts)
@@ -184,6 +193,9 @@ class ExpertService:
             case _:
                 self._own[counters.MALFORMED_MESSAGES] += 1
         self._give_orders()
+        self._expect_more()
+
+    def _expect_more(self) -> None:
         self._busy_poll.expect_more()
         if not self._polling:
             self._poll_next_turn()
@@ -196,6 +208,8 @@ class ExpertService:
             self._loop.call_soon(self._poll)
 
     def _poll(self) -> None:
+        for demand in self._early_demands.look():
+            self._take(COMPUTE, demand)
         if self._poller.poll(0):
             self._compute.take_in()
             self._readers.take_in()
@@ -297,13 +311,18 @@ class ExpertService:
             *read.key,
         )
         # An unreachable reader keeps its order until its replacement says hello.
-        self._readers.send(message, to=reader_name(order.reader))
+        frame = message.encode()
+        self._early_orders[order.reader].put(frame, self._incarnations[order.reader])
+        self._readers.send_frame(frame, to=reader_name(order.reader))
 
     def _look_again(self) -> None:
         self._looking = False
         self._give_orders()
 
     def _report(self, outcome: Outcome) -> None:
+        if outcome.landed:
+            # What compute waited for is there, so it will soon ask for more.
+            self._expect_more()
         for demand, expert in outcome.landed:
             self._compute.send(Landed(demand, [expert]), to=COMPUTE)
             self._trace.answered(demand, [expert])
@@ -325,7 +344,8 @@ class ExpertService:
 
     def _figures(self) -> dict[str, float]:
         figures = self.residency.figures() | self._own
-        malformed = sum(c.malformed for c in (self._control, self._compute, self._readers))
+        sources = (self._control, self._compute, self._readers, self._early_demands)
+        malformed = sum(source.malformed for source in sources)
         figures[counters.MALFORMED_MESSAGES] = malformed + self._own[counters.MALFORMED_MESSAGES]
         return figures
 

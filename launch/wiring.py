@@ -18,7 +18,7 @@ from launch.processes import Launch
 from launch.runtime_directory import RuntimeDirectory
 from protocol.config import ModelConfig
 from protocol.errors import ResourceError
-from protocol.layouts import Arena, Directory, EngramRing, Progress
+from protocol.layouts import Arena, Directory, EarlyOrders, EngramRing, Progress
 from protocol.specs import (
     ComputeSpec,
     EngramServiceSpec,
@@ -38,6 +38,7 @@ class Regions:
     arena: Arena
     directory: Directory
     progress: Progress
+    early_orders: EarlyOrders
     ring: EngramRing
 
     @classmethod
@@ -57,6 +58,7 @@ class Regions:
                 slots=plan.slots,
             ),
             Progress.create(words_count=Progress.COUNT),
+            EarlyOrders.create(readers=options.readers),
             EngramRing.create(
                 blocks=RING_BLOCKS,
                 layers=len(config.engram_layer_ids),
@@ -68,7 +70,7 @@ class Regions:
 
     def close(self) -> None:
         """Drop this process's hold on all of it."""
-        for region in (self.arena, self.directory, self.progress, self.ring):
+        for region in (self.arena, self.directory, self.progress, self.early_orders, self.ring):
             region.close()
 
 
@@ -110,6 +112,7 @@ class Wiring:
             orders=endpoints.readers,
             files=[str(path) for path in self.files],
             arena_fd=self.regions.arena.fd,
+            early_orders_fd=self.regions.early_orders.fd,
             direct=options.direct,
             busy_poll=options.busy_poll_seconds,
             bandwidth=float(options.disk_bandwidth),
@@ -118,7 +121,7 @@ class Wiring:
             faults=options.reader_faults if incarnation == 0 else "",
             trace=self._trace(reader_name(reader)),
         )
-        return "expert_io.reader", spec, (self.regions.arena.fd,)
+        return "expert_io.reader", spec, (spec.arena_fd, spec.early_orders_fd)
 
     def services(self) -> dict[str, Launch]:
         """How to start everyone else, by process name."""
@@ -130,7 +133,12 @@ class Wiring:
 
     def _experts(self) -> Launch:
         options, regions, endpoints = self.options, self.regions, self.runtime.endpoints
-        descriptors = (regions.arena.fd, regions.directory.fd, regions.progress.fd)
+        descriptors = (
+            regions.arena.fd,
+            regions.directory.fd,
+            regions.progress.fd,
+            regions.early_orders.fd,
+        )
         spec = ExpertServiceSpec(
             control=endpoints.control,
             experts=endpoints.experts,
@@ -141,6 +149,7 @@ class Wiring:
             arena_fd=regions.arena.fd,
             directory_fd=regions.directory.fd,
             progress_fd=regions.progress.fd,
+            early_orders_fd=regions.early_orders.fd,
             piece_bytes=options.piece_bytes,
             predicted_in_flight=options.predicted_in_flight,
             reserve=self.config.num_experts_per_tok,

@@ -1,13 +1,14 @@
-"""Every shared-memory layout: the arena, the directory, compute's progress, the engram ring.
+"""Every shared-memory layout: the arena, the directory, compute's progress, the engram ring, and
+the cells in which a message stands before it has come.
 
 A region is a memfd: it has no name, is passed by descriptor, and vanishes with its last holder.
 Its first page is a header with a magic number, a version, a kind and the geometry; whoever attaches
 checks all of it against the memory's real size before using it.
 
 Writers (one each): a piece of an arena slot and its word - the reader holding the order for it;
-directory - the expert service; progress - compute; engram ring - the engram service. Words of 8
-aligned bytes are written and read whole; a payload is complete before the word that publishes it is
-written.
+directory and early orders - the expert service; progress, early demands with it - compute; engram
+ring - the engram service. Words of 8 aligned bytes are written and read whole; a payload is
+complete before the word that publishes it is written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +31,32 @@ from protocol.huge_pages import use_huge_pages
 
 PAGE = 4096
 MAGIC = b"HEADRACE"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 _HEADER = struct.Struct("<8sII8q")
+
+# Early copies of messages a receiver has not yet taken in: it is given two orders at most.
+CELLS = 4
+# A demand of as many experts as a token picks, an order for a piece, and room beyond.
+CELL_BYTES = 512
 
 Words = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+
+class Cells(NamedTuple):
+    """Early copies of one sender's messages to one receiver (`protocol.early_copies`).
+
+    `puts` int64 [1]: how many were put here. `heads` int64 [CELLS, 3]: of each cell a sequence
+    number, odd while it is written, the receiver's incarnation, and how many bytes of `frames`
+    uint8 [CELLS, CELL_BYTES] are the message.
+    """
+
+    puts: Words
+    heads: Words
+    frames: Bytes
+
+
+_CELLS_BYTES = 8 + CELLS * (3 * 8 + CELL_BYTES)
 
 
 def align_up(size: int, unit: int = PAGE) -> int:
@@ -127,7 +149,7 @@ class SharedRegion(ABC):
 
     def close(self) -> None:
         """Drop the arrays and the mapping; the memory goes when its last holder does."""
-        for name in [n for n, v in vars(self).items() if isinstance(v, np.ndarray)]:
+        for name in [n for n, v in vars(self).items() if isinstance(v, np.ndarray | Cells | list)]:
             delattr(self, name)
         # A caller may still hold a view; the mapping then lives until that view is dropped.
         with contextlib.suppress(BufferError):
@@ -153,6 +175,14 @@ class SharedRegion(ABC):
         # Unlike np.ndarray(buffer=...), this keeps the mapping from being closed under a view.
         flat = np.frombuffer(self.memory, dtype, math.prod(shape), PAGE + offset)
         return flat.reshape(shape)
+
+    def _cells(self, offset: int) -> Cells:
+        heads = offset + 8
+        return Cells(
+            self._array(offset, (1,), np.int64),
+            self._array(heads, (CELLS, 3), np.int64),
+            self._array(heads + CELLS * 3 * 8, (CELLS, CELL_BYTES), np.uint8),
+        )
 
 
 class Arena(SharedRegion):
@@ -260,21 +290,38 @@ class Progress(SharedRegion):
     after taking an expert out of the directory, no one reads that slot. Both sides order their
     store before their load with `full_fence`. `demand_done` is the last demand whose experts
     compute has used. `step` and `layer` say where it is; `heartbeat` is CLOCK_MONOTONIC in
-    nanoseconds at the last change.
+    nanoseconds at the last change. `demands` are early copies of its demands.
     """
 
     KIND = 3
     GEOMETRY = ("words_count",)
     words_count: int
     words: Words
+    demands: Cells
     EPOCH, DEMAND_DONE, STEP, LAYER, HEARTBEAT = range(5)
     COUNT = 8
 
     def payload_bytes(self) -> int:
-        return 8 * self.words_count
+        return 8 * self.words_count + _CELLS_BYTES
 
     def _carve(self) -> None:
         self.words = self._array(0, (self.words_count,), np.int64)
+        self.demands = self._cells(8 * self.words_count)
+
+
+class EarlyOrders(SharedRegion):
+    """`of_reader` has early copies of each reader's orders. Written by the expert service."""
+
+    KIND = 5
+    GEOMETRY = ("readers",)
+    readers: int
+    of_reader: list[Cells]
+
+    def payload_bytes(self) -> int:
+        return self.readers * _CELLS_BYTES
+
+    def _carve(self) -> None:
+        self.of_reader = [self._cells(reader * _CELLS_BYTES) for reader in range(self.readers)]
 
 
 class EngramRing(SharedRegion):

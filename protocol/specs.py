@@ -24,7 +24,8 @@ class ReaderSpec(Message):
     `bandwidth` (bytes/s of the whole emulated disk, split among `readers`) and `latency` (seconds a
     read) slow reads down; `faults` is a `protocol.faults` description of what to break.
     `busy_poll` seconds after an order that matters to a token the next one is looked for without
-    sleeping (0: never; `protocol.busy_poll` decides, for all processes alike)."""
+    sleeping (0: never; `protocol.busy_poll` decides, for all processes alike), in
+    `early_orders_fd`, too."""
 
     reader: int
     incarnation: int
@@ -33,6 +34,7 @@ class ReaderSpec(Message):
     orders: str
     files: list[str]
     arena_fd: int
+    early_orders_fd: int
     direct: bool
     busy_poll: float
     bandwidth: float
@@ -63,6 +65,7 @@ class ExpertServiceSpec(Message):
     arena_fd: int
     directory_fd: int
     progress_fd: int
+    early_orders_fd: int
     piece_bytes: int
     predicted_in_flight: int
     reserve: int

@@ -88,7 +88,11 @@ class Channel:
     def send(self, message: Message, to: str = "") -> bool:
         """Queue `message` (to the peer `to` of a bound channel). False where the peer is gone or
         its queue is full; the message is then dropped and counted."""
-        frames = [to.encode(), message.encode()] if self._router else [message.encode()]
+        return self.send_frame(message.encode(), to)
+
+    def send_frame(self, frame: bytes, to: str = "") -> bool:
+        """`send` of a message that is encoded already."""
+        frames = [to.encode(), frame] if self._router else [frame]
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -23,8 +23,9 @@ from launch.processes import death_error
 from launch.runtime_directory import RuntimeDirectory
 from protocol.busy_poll import busy_poll_seconds
 from protocol.config import ModelConfig
+from protocol.early_copies import EarlySender
 from protocol.errors import ReadError, StallError
-from protocol.layouts import ABSENT, Arena, Directory, Progress, full_fence
+from protocol.layouts import ABSENT, Arena, Directory, EarlyOrders, Progress, full_fence
 from protocol.messages import (
     Demand,
     DemandFailed,
@@ -129,6 +130,9 @@ class ExpertGroup:
             undo.callback(self.directory.close)
             self.progress = Progress.create(words_count=Progress.COUNT)
             undo.callback(self.progress.close)
+            self.early_demands = EarlySender(self.progress.demands)
+            self.early_orders = EarlyOrders.create(readers=self.readers)
+            undo.callback(self.early_orders.close)
             self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self.context.destroy, linger=0)
             accepts = (Hello, Loading, Ready, ReaderStuck, StatsReply, TraceStopped)
@@ -177,6 +181,7 @@ class ExpertGroup:
             self.endpoints.readers,
             [str(path) for path in self.slices.files],
             self.arena.fd,
+            self.early_orders.fd,
             self.direct,
             self.busy_poll,
             self.bandwidth,
@@ -185,7 +190,9 @@ class ExpertGroup:
             "",
         )
         name = reader_name(reader)
-        self.children[name] = spawn_child("expert_io.reader", spec, (self.arena.fd,), name)
+        self.children[name] = spawn_child(
+            "expert_io.reader", spec, (self.arena.fd, self.early_orders.fd), name
+        )
 
     def bury(self, name: str) -> int:
         """Wait for a child that was killed; its exit code."""
@@ -225,9 +232,10 @@ class ExpertGroup:
     def ask(self, layer: int, experts: Sequence[int]) -> int:
         """Send a demand, waiting while the queue is full; its number."""
         self.demands += 1
-        demand = Demand(self.demands, layer, list(experts))
+        frame = Demand(self.demands, layer, list(experts)).encode()
+        self.early_demands.put(frame)
         deadline = time.monotonic() + TIMEOUT_S
-        while not self.compute.send(demand):
+        while not self.compute.send_frame(frame):
             if time.monotonic() > deadline:
                 raise StallError("the expert service takes no messages")
             self.raise_deaths()
@@ -272,7 +280,12 @@ class ExpertGroup:
         self.progress.words[Progress.DEMAND_DONE] = demand
 
     def _start_service(self) -> None:
-        descriptors = (self.arena.fd, self.directory.fd, self.progress.fd)
+        descriptors = (
+            self.arena.fd,
+            self.directory.fd,
+            self.progress.fd,
+            self.early_orders.fd,
+        )
         spec = ExpertServiceSpec(
             self.endpoints.control,
             self.endpoints.experts,

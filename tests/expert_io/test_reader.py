@@ -14,7 +14,8 @@ import zmq
 
 from expert_io.reader import Reader
 from expert_io.slices import BLOCK
-from protocol.layouts import Arena
+from protocol.early_copies import EarlySender
+from protocol.layouts import Arena, EarlyOrders
 from protocol.messages import (
     ReadDone,
     ReaderHello,
@@ -51,9 +52,9 @@ class Reading:
         self._control = Channel.bind(self._context, ends[0], [Ready])
         says = [ReaderHello, ReadDone, ReadFailed, ReadStopped]
         self._orders = Channel.bind(self._context, ends[1], says)
-        spec = ReaderSpec(
-            0, 0, 1, *ends, [str(path)], os.dup(self.arena.fd), False, 0, 0, 0, "", ""
-        )
+        self.early_orders = EarlyOrders.create(readers=1)
+        shared = os.dup(self.arena.fd), os.dup(self.early_orders.fd)
+        spec = ReaderSpec(0, 0, 1, *ends, [str(path)], *shared, False, 0, 0, 0, "", "")
         self._theirs = (
             Channel.connect(self._context, ends[0], NAME, [Stop]),
             Channel.connect(self._context, ends[1], NAME, [ReadOrder, ReviseOrder]),
@@ -67,9 +68,19 @@ class Reading:
         """Said before the order itself, so that it is known after the first step."""
         assert self._orders.send(ReviseOrder(order, stop), to=NAME)
 
-    def answer(self, order: ReadOrder) -> Message:
+    def show(self, order: ReadOrder, incarnation: int = 0) -> None:
+        """Where it stands before its message has come."""
+        EarlySender(self.early_orders.of_reader[0]).put(order.encode(), incarnation)
+
+    def send(self, order: ReadOrder) -> None:
         assert self._orders.send(order, to=NAME)
+
+    def said(self) -> Message:
         return self._said(self._orders)
+
+    def answer(self, order: ReadOrder) -> Message:
+        self.send(order)
+        return self.said()
 
     def close(self) -> None:
         self._control.send(Stop(), to=NAME)
@@ -79,6 +90,7 @@ class Reading:
             channel.close()
         self._context.destroy(linger=0)
         self.arena.close()
+        self.early_orders.close()
         assert not alive
 
     def _said(self, channel: Channel) -> Message:
@@ -169,3 +181,20 @@ def test_a_scale_that_is_no_number_is_found_whatever_step_it_came_in(reading: Re
     last = 2 * BLOCK - 16
     answer = reading.answer(replace(STEPS, scales=[16, 32, last, 2 * BLOCK]))
     assert isinstance(answer, ReadFailed) and f"16 bytes at offset {last}" in answer.reason
+
+
+def test_an_order_seen_before_its_message_is_executed_once(reading: Reading) -> None:
+    reading.show(GOOD)
+    reading.revise(999, stop=False)  # of no order: it wakes the reader
+    done = reading.said()
+    assert isinstance(done, ReadDone) and done.order == GOOD.order
+    reading.send(GOOD)
+    after = reading.answer(replace(GOOD, order=2, generation=8))
+    assert isinstance(after, ReadDone) and after.order == 2
+
+
+def test_an_order_that_its_predecessor_was_shown_is_not_executed(reading: Reading) -> None:
+    reading.show(GOOD, incarnation=1)
+    done = reading.answer(replace(GOOD, order=2, slot=1, arena_offset=2 * BLOCK, scales=[]))
+    assert isinstance(done, ReadDone) and done.order == 2
+    assert reading.arena.landed.tolist() == [[0], [7]]

@@ -19,6 +19,7 @@ from pathlib import Path
 import zmq
 
 from protocol.config import ModelConfig
+from protocol.early_copies import EarlySender
 from protocol.layouts import (
     ABSENT,
     PLACES,
@@ -64,6 +65,7 @@ class SlotReader:
         self.arena = Arena.attach(work.arena_fd)
         self.directory = Directory.attach(work.directory_fd)
         self.progress = Progress.attach(work.progress_fd)
+        self.early_demands = EarlySender(self.progress.demands)
         checkpoint = Path(work.checkpoint)
         self.shards = Shards.open(checkpoint, ModelConfig.load(checkpoint))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -114,7 +116,9 @@ class SlotReader:
 
     def ask(self, layer: int, experts: list[int]) -> None:
         self.demand += 1
-        self.channel.send(Demand(self.demand, layer, experts))
+        frame = Demand(self.demand, layer, experts).encode()
+        self.early_demands.put(frame)
+        self.channel.send_frame(frame)
 
     def hear(self, seconds: float) -> None:
         first = self.channel.receive(seconds)

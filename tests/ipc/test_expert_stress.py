@@ -23,6 +23,8 @@ MINI = ROOT / "tests" / "golden" / "data" / "mini"
 # Four picks of each of two layers, out of twelve experts. Without a reserve a miss takes the slot
 # of what was just evicted, which compute may be reading.
 SLOTS = 6
+# Everybody looks for messages without sleeping, also where they stand before they have come.
+ALWAYS_S = 3600.0
 SLOW = "delay:seconds=0.004:jitter=1:every=2"
 
 
@@ -49,10 +51,20 @@ def finish(reader: subprocess.Popen[str]) -> dict[str, int]:
     return figures
 
 
-@pytest.mark.parametrize(("seed", "reserve"), [(1, 0), (2, 1)])
-def test_no_slot_is_rewritten_while_compute_reads_it(seed: int, reserve: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "reserve", "busy_poll"), [(1, 0, 0.0), (2, 1, 0.0), (5, 0, ALWAYS_S), (6, 1, ALWAYS_S)]
+)
+def test_no_slot_is_rewritten_while_compute_reads_it(
+    seed: int, reserve: int, busy_poll: float
+) -> None:
     with ExpertGroup(
-        MINI, slots=SLOTS, readers=2, reserve=reserve, piece_bytes=8192, faults=SLOW
+        MINI,
+        slots=SLOTS,
+        readers=2,
+        reserve=reserve,
+        piece_bytes=8192,
+        faults=SLOW,
+        busy_poll=busy_poll,
     ) as group:
         figures = finish(start(group, steps=50, seed=seed))
         stats = group.stats()
@@ -69,9 +81,16 @@ def test_the_stress_sees_a_compute_that_lets_go_too_early() -> None:
         assert reader.returncode == 1 and words.startswith("slot ")
 
 
-def test_readers_that_die_in_the_middle_cost_nothing_but_time() -> None:
+@pytest.mark.parametrize("busy_poll", [0.0, ALWAYS_S])
+def test_readers_that_die_in_the_middle_cost_nothing_but_time(busy_poll: float) -> None:
     with ExpertGroup(
-        MINI, slots=SLOTS, readers=2, reserve=1, piece_bytes=8192, faults=SLOW
+        MINI,
+        slots=SLOTS,
+        readers=2,
+        reserve=1,
+        piece_bytes=8192,
+        faults=SLOW,
+        busy_poll=busy_poll,
     ) as group:
         reader = start(group, steps=50, seed=3)
         incarnations = [0, 0]
@@ -98,10 +117,17 @@ def read_bytes(group: ExpertGroup) -> float:
     return group.stats().get(counters.READ_BYTES, 0.0)
 
 
-def test_every_order_is_answered_exactly_once() -> None:
+@pytest.mark.parametrize("busy_poll", [0.0, ALWAYS_S])
+def test_every_order_is_answered_exactly_once(busy_poll: float) -> None:
     """What was read is what was asked for: no piece twice, none left out."""
     with ExpertGroup(
-        MINI, slots=SLOTS, readers=4, piece_bytes=4096, predicted_in_flight=0, faults=SLOW
+        MINI,
+        slots=SLOTS,
+        readers=4,
+        piece_bytes=4096,
+        predicted_in_flight=0,
+        faults=SLOW,
+        busy_poll=busy_poll,
     ) as group:
         finish(start(group, steps=20, seed=4))
         stats = group.stats()

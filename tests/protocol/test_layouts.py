@@ -167,5 +167,5 @@ def test_a_directory_word_gives_back_its_slot(slot: int, generation: int) -> Non
 
 def test_the_header_is_what_the_other_builds_expect() -> None:
     arena = Arena.create(slots=2, slot_bytes=PAGE, pieces=1)
-    assert os.pread(arena.fd, 32, 0) == struct.pack("<8sIIqq", MAGIC, 2, 1, 2, PAGE)
+    assert os.pread(arena.fd, 32, 0) == struct.pack("<8sIIqq", MAGIC, 3, 1, 2, PAGE)
     arena.close()

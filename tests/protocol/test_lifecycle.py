@@ -16,7 +16,7 @@ from protocol.wire import Message
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 20.0
-READER = ReaderSpec(0, 0, 1, "", "", [], 0, False, 0.0, 0.0, 0.0, "", "")
+READER = ReaderSpec(0, 0, 1, "", "", [], 0, 0, False, 0.0, 0.0, 0.0, "", "")
 ENGRAM = EngramServiceSpec("", "", "", 0, 1, 0, False, 0.0, 0.0, "", "")
 
 CHILD = """

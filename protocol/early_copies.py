@@ -1,0 +1,127 @@
+"""Early copies: messages that stand in shared memory before ZeroMQ has brought them.
+
+ZeroMQ hands a message through a thread of its own on either side, each of which has to wake.
+Whoever looks for messages without sleeping looks here as well, and so has a demand or an order
+sooner. Every message is sent as ever, too: it wakes whoever sleeps, and nothing is lost where a
+cell was overwritten unseen. Promises: a receiver takes a message once, whichever way it comes
+first; it sees none half written, and none that was meant for the one whose place it has taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from protocol.layouts import CELL_BYTES, CELLS, Cells, full_fence
+from protocol.wire import MalformedMessage, Message, decode
+
+_SEQUENCE, _INCARNATION, _LENGTH = range(3)
+M = TypeVar("M", bound=Message)
+
+
+class EarlySender:
+    """The only writer of `cells`."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._put = int(cells.puts[0])
+
+    def put(self, frame: bytes, incarnation: int = 0) -> None:
+        """Show an encoded message, about to be sent, to this incarnation of its receiver. One that
+        is too long for a cell is left to ZeroMQ."""
+        if len(frame) > CELL_BYTES:
+            return
+        cell = self._put % CELLS
+        head = self._cells.heads[cell]
+        head[_SEQUENCE] += 1
+        full_fence()
+        head[_INCARNATION], head[_LENGTH] = incarnation, len(frame)
+        self._cells.frames[cell, : len(frame)] = np.frombuffer(frame, np.uint8)
+        full_fence()
+        head[_SEQUENCE] += 1
+        self._put += 1
+        self._cells.puts[0] = self._put
+
+
+class EarlyReceiver(Generic[M]):
+    """Takes messages of one type out of `cells`, and knows them again when ZeroMQ brings them.
+
+    `malformed` counts what was found there and is no message.
+    """
+
+    def __init__(
+        self, cells: Cells, accepts: type[M], number: Callable[[M], int], incarnation: int = 0
+    ) -> None:
+        """`number` of a message: it grows from each to the next, whatever comes between."""
+        self._cells = cells
+        self._accepts = accepts
+        self._number = number
+        self._incarnation = incarnation
+        self._looked_at = 0  # of what was put here, all up to this one
+        self._sequences = [0] * CELLS
+        self._last = -1
+        self._not_sent_yet: set[int] = set()
+        self.malformed = 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether something was put here since the last look."""
+        return int(self._cells.puts[0]) != self._looked_at
+
+    def look(self) -> list[M]:
+        """The messages that are new, in order."""
+        if not self.changed:
+            return []
+        puts, whole = int(self._cells.puts[0]), True
+        found: list[tuple[int, M]] = []
+        for cell in range(CELLS):
+            sequence = int(self._cells.heads[cell, _SEQUENCE])
+            if sequence == self._sequences[cell]:
+                continue
+            read = self._read(cell, sequence)
+            if read is None:
+                whole = False
+                continue
+            self._sequences[cell] = sequence
+            incarnation, frame = read
+            if incarnation == self._incarnation:
+                found.extend(self._decoded(frame))
+        if whole:
+            self._looked_at = puts
+        # What is older than another that has been taken comes by ZeroMQ, if it has not yet.
+        new = sorted((one for one in found if one[0] > self._last), key=lambda one: one[0])
+        if new:
+            self._last = new[-1][0]
+            self._not_sent_yet.update(number for number, _ in new)
+        return [message for _, message in new]
+
+    def has_had(self, message: M) -> bool:
+        """Whether `message`, which ZeroMQ has brought, was taken here before: true once for each,
+        so that one which is sent again is heard again."""
+        number = self._number(message)
+        if number in self._not_sent_yet:
+            self._not_sent_yet.discard(number)
+            return True
+        self._last = max(self._last, number)
+        return False
+
+    def _read(self, cell: int, sequence: int) -> tuple[int, bytes] | None:
+        """Whom a cell's message is for, and the message; None while it is written."""
+        full_fence()
+        head = self._cells.heads[cell]
+        incarnation, length = int(head[_INCARNATION]), int(head[_LENGTH])
+        frame = self._cells.frames[cell, : max(0, length)].tobytes()
+        full_fence()
+        whole = sequence % 2 == 0 and int(head[_SEQUENCE]) == sequence
+        return (incarnation, frame) if whole else None
+
+    def _decoded(self, frame: bytes) -> list[tuple[int, M]]:
+        try:
+            message = decode(frame, (self._accepts,))
+        except MalformedMessage:
+            self.malformed += 1
+            return []
+        assert isinstance(message, self._accepts)
+        return [(self._number(message), message)]

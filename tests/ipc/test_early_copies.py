@@ -1,0 +1,71 @@
+"""A service that looks takes a demand out of shared memory, once, and survives what is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.bench.expert_group import ExpertGroup
+from protocol import counters
+from protocol.messages import Demand, Landed
+from tests.ipc.running_group import PATIENCE_S
+
+MINI = Path(__file__).parents[1] / "golden" / "data" / "mini"
+ALWAYS_S = 3600.0
+
+
+@pytest.fixture
+def group() -> Iterator[ExpertGroup]:
+    """All of them look without sleeping, having had a first demand."""
+    with ExpertGroup(MINI, slots=30, readers=1, busy_poll=ALWAYS_S) as running:
+        running.fetch(0, [0])
+        yield running
+
+
+def landed_until(group: ExpertGroup, fence: int) -> list[Landed]:
+    """What has landed, up to demand `fence`, which is not counted."""
+    found = []
+    while (received := group.compute.receive(PATIENCE_S)) is not None:
+        assert isinstance(received[1], Landed)
+        if received[1].demand == fence:
+            return found
+        found.append(received[1])
+    raise AssertionError(f"demand {fence} was not answered")
+
+
+def test_a_demand_is_read_before_its_message_has_come_and_not_again_when_it_has(
+    group: ExpertGroup,
+) -> None:
+    landed_until(group, group.ask(0, [0]))
+    group.demands += 1
+    frame = Demand(group.demands, 2, [3]).encode()
+    group.early_demands.put(frame)
+    group.await_resident(2, [3])
+    reads = group.stats()[counters.READS_URGENT]
+    answer = Landed(group.demands, [3])
+    group.compute.send_frame(frame)
+    early = landed_until(group, group.ask(0, [0]))
+    assert early in ([], [answer]), "waiting for the directory takes answers in, too"
+    # Sent again it is heard, as compute may ask after what it waits for.
+    group.compute.send(Demand(answer.demand, 2, [3]))
+    assert landed_until(group, group.ask(0, [0])) == [answer]
+    assert group.stats()[counters.READS_URGENT] == reads == 2
+
+
+def test_a_demand_that_was_only_sent_is_heard(group: ExpertGroup) -> None:
+    group.demands += 1
+    group.compute.send(Demand(group.demands, 1, [2]))
+    group.await_resident(1, [2])
+
+
+def test_what_is_no_demand_is_counted_and_survived(group: ExpertGroup) -> None:
+    for bad in (b"", bytes(100), Landed(1, [1]).encode(), Demand(1 << 40, 99, [1]).encode()):
+        group.early_demands.put(bad)
+    deadline = time.monotonic() + PATIENCE_S
+    while group.stats()[counters.MALFORMED_MESSAGES] < 4:
+        assert time.monotonic() < deadline
+    group.fetch(1, [5, 6])
+    assert group.stats()[counters.MALFORMED_MESSAGES] == 4
