@@ -86,16 +86,11 @@ class Reader:
         self._control.send(Ready(self._name, {"expert reads": way}))
         self._orders.send(ReaderHello(self._spec.reader, self._spec.incarnation, os.getpid()))
         while not self._stopping:
-            wait = 0 if self._busy_poll.look_again() else WAIT_MS
-            if not poller.poll(wait) and not self._early.changed:
+            self._waiting.extend(self._early.look())
+            if not self._waiting and not poller.poll(self._patience_ms()):
                 continue
+            self._serve_waiting()
             self._listen()
-            while self._waiting:
-                order = self._waiting.popleft()
-                self._serve(order)
-                # Nobody waits for what is read in the background, nor for what comes after it.
-                if order.lane != BACKGROUND:
-                    self._busy_poll.expect_more()
             for _, message in self._control.drain():
                 self._answers.take(message)
         self._tracer.stop()
@@ -109,6 +104,22 @@ class Reader:
                     self._waiting.append(message)
                 case ReviseOrder():
                     self._revision = message
+
+    def _patience_ms(self) -> int:
+        """How long to wait for a message: not at all while more is likely."""
+        return 0 if self._busy_poll.look_again() else WAIT_MS
+
+    def _serve_waiting(self) -> None:
+        """Serve what waits and, before anything is listened to, what has been shown meanwhile:
+        mostly the next piece of the same expert."""
+        for _ in range(2):
+            while self._waiting:
+                order = self._waiting.popleft()
+                self._serve(order)
+                # Nobody waits for what is read in the background, nor for what comes after it.
+                if order.lane != BACKGROUND:
+                    self._busy_poll.expect_more()
+            self._waiting.extend(self._early.look())
 
     def _stop(self) -> None:
         self._stopping = True

@@ -12,37 +12,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from protocol.layouts import CELL_BYTES, CELLS, Cells, full_fence
 from protocol.wire import MalformedMessage, Message, decode
 
 _SEQUENCE, _INCARNATION, _LENGTH = range(3)
+_HEAD_WORDS = 3
 M = TypeVar("M", bound=Message)
+
+
+class _Views:
+    """The same memory as `cells`, flat: an array's indexing takes several times as long."""
+
+    def __init__(self, cells: Cells) -> None:
+        self.puts = memoryview(cells.puts.data).cast("B").cast("q")
+        self.heads = memoryview(cells.heads.data).cast("B").cast("q")
+        self.frames = memoryview(cells.frames.data).cast("B")
 
 
 class EarlySender:
     """The only writer of `cells`."""
 
     def __init__(self, cells: Cells) -> None:
-        self._cells = cells
-        self._put = int(cells.puts[0])
+        self._cells = _Views(cells)
+        self._put = self._cells.puts[0]
 
     def put(self, frame: bytes, incarnation: int = 0) -> None:
         """Show an encoded message, about to be sent, to this incarnation of its receiver. One that
         is too long for a cell is left to ZeroMQ."""
-        if len(frame) > CELL_BYTES:
+        length = len(frame)
+        if length > CELL_BYTES:
             return
-        cell = self._put % CELLS
-        head = self._cells.heads[cell]
-        head[_SEQUENCE] += 1
+        cells, cell = self._cells, self._put % CELLS
+        head, at = cell * _HEAD_WORDS, cell * CELL_BYTES
+        cells.heads[head + _SEQUENCE] += 1
         full_fence()
-        head[_INCARNATION], head[_LENGTH] = incarnation, len(frame)
-        self._cells.frames[cell, : len(frame)] = np.frombuffer(frame, np.uint8)
+        cells.heads[head + _INCARNATION] = incarnation
+        cells.heads[head + _LENGTH] = length
+        cells.frames[at : at + length] = frame
         full_fence()
-        head[_SEQUENCE] += 1
+        cells.heads[head + _SEQUENCE] += 1
         self._put += 1
-        self._cells.puts[0] = self._put
+        cells.puts[0] = self._put
 
 
 class EarlyReceiver(Generic[M]):
@@ -55,7 +65,7 @@ class EarlyReceiver(Generic[M]):
         self, cells: Cells, accepts: type[M], number: Callable[[M], int], incarnation: int = 0
     ) -> None:
         """`number` of a message: it grows from each to the next, whatever comes between."""
-        self._cells = cells
+        self._cells = _Views(cells)
         self._accepts = accepts
         self._number = number
         self._incarnation = incarnation
@@ -68,16 +78,16 @@ class EarlyReceiver(Generic[M]):
     @property
     def changed(self) -> bool:
         """Whether something was put here since the last look."""
-        return int(self._cells.puts[0]) != self._looked_at
+        return self._cells.puts[0] != self._looked_at
 
     def look(self) -> list[M]:
         """The messages that are new, in order."""
         if not self.changed:
             return []
-        puts, whole = int(self._cells.puts[0]), True
+        puts, whole = self._cells.puts[0], True
         found: list[tuple[int, M]] = []
         for cell in range(CELLS):
-            sequence = int(self._cells.heads[cell, _SEQUENCE])
+            sequence = self._cells.heads[cell * _HEAD_WORDS + _SEQUENCE]
             if sequence == self._sequences[cell]:
                 continue
             read = self._read(cell, sequence)
@@ -110,11 +120,11 @@ class EarlyReceiver(Generic[M]):
     def _read(self, cell: int, sequence: int) -> tuple[int, bytes] | None:
         """Whom a cell's message is for, and the message; None while it is written."""
         full_fence()
-        head = self._cells.heads[cell]
-        incarnation, length = int(head[_INCARNATION]), int(head[_LENGTH])
-        frame = self._cells.frames[cell, : max(0, length)].tobytes()
+        heads, head, at = self._cells.heads, cell * _HEAD_WORDS, cell * CELL_BYTES
+        incarnation, length = heads[head + _INCARNATION], heads[head + _LENGTH]
+        frame = bytes(self._cells.frames[at : at + min(max(0, length), CELL_BYTES)])
         full_fence()
-        whole = sequence % 2 == 0 and int(head[_SEQUENCE]) == sequence
+        whole = sequence % 2 == 0 and heads[head + _SEQUENCE] == sequence
         return (incarnation, frame) if whole else None
 
     def _decoded(self, frame: bytes) -> list[tuple[int, M]]:
