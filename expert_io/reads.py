@@ -128,6 +128,8 @@ class ReadQueue:
         """Reads of the predicted lane that are not given up: with pieces to give out, or in the
         middle of one that can be stopped."""
         lane = self._lanes[PREDICTED]
+        if not (lane.begun or lane.waiting or self.orders):
+            return []
         found = lane.begun | lane.waiting
         for order in self.orders.values():
             if order.can_be_stopped and order.read.lane == PREDICTED and not order.read.given_up:

@@ -62,6 +62,7 @@ class Residency:
         self.slots = SlotPool(directory, progress)
         self.queue = ReadQueue()
         self._demands = OpenDemands()
+        self._closed = 0  # all demands up to this one
         self._resident = 0
         self._step = 0
         self._landed_guesses = 0  # since the reserve was last made whole
@@ -235,8 +236,10 @@ class Residency:
 
     def _close_demands(self, now: float) -> None:
         """Demands that compute has used: it may have seen the last piece land before this did."""
-        waited = bool(self._waited_for)
         done = int(self._progress.words[Progress.DEMAND_DONE])
+        if done == self._closed:
+            return
+        self._closed, waited = done, bool(self._waited_for)
         for demand, key in self._demands.close(done):
             self._picked_early.discard(key)
             read = self.queue.reads.get(key)

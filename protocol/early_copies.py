@@ -69,8 +69,7 @@ class EarlyReceiver(Generic[M]):
         self._accepts = accepts
         self._number = number
         self._incarnation = incarnation
-        self._looked_at = 0  # of what was put here, all up to this one
-        self._sequences = [0] * CELLS
+        self._looked_at = 0  # what was put here, all up to this one
         self._last = -1
         self._not_sent_yet: set[int] = set()
         self.malformed = 0
@@ -82,30 +81,17 @@ class EarlyReceiver(Generic[M]):
 
     def look(self) -> list[M]:
         """The messages that are new, in order."""
-        if not self.changed:
-            return []
-        puts, whole = self._cells.puts[0], True
-        found: list[tuple[int, M]] = []
-        for cell in range(CELLS):
-            sequence = self._cells.heads[cell * _HEAD_WORDS + _SEQUENCE]
-            if sequence == self._sequences[cell]:
-                continue
-            read = self._read(cell, sequence)
-            if read is None:
-                whole = False
-                continue
-            self._sequences[cell] = sequence
-            incarnation, frame = read
-            if incarnation == self._incarnation:
-                found.extend(self._decoded(frame))
-        if whole:
-            self._looked_at = puts
-        # What is older than another that has been taken comes by ZeroMQ, if it has not yet.
-        new = sorted((one for one in found if one[0] > self._last), key=lambda one: one[0])
-        if new:
-            self._last = new[-1][0]
-            self._not_sent_yet.update(number for number, _ in new)
-        return [message for _, message in new]
+        puts = self._cells.puts[0]
+        found: list[M] = []
+        for put in range(max(self._looked_at, puts - CELLS), puts):
+            message = self._read(put % CELLS)
+            # One older than another that has been taken comes by ZeroMQ, if it has not yet.
+            if message is not None and (number := self._number(message)) > self._last:
+                self._last = number
+                self._not_sent_yet.add(number)
+                found.append(message)
+        self._looked_at = puts
+        return found
 
     def has_had(self, message: M) -> bool:
         """Whether `message`, which ZeroMQ has brought, was taken here before: true once for each,
@@ -117,21 +103,20 @@ class EarlyReceiver(Generic[M]):
         self._last = max(self._last, number)
         return False
 
-    def _read(self, cell: int, sequence: int) -> tuple[int, bytes] | None:
-        """Whom a cell's message is for, and the message; None while it is written."""
-        full_fence()
+    def _read(self, cell: int) -> M | None:
+        """The message of a cell; None where it is for another or no message, or is overwritten."""
         heads, head, at = self._cells.heads, cell * _HEAD_WORDS, cell * CELL_BYTES
+        sequence = heads[head + _SEQUENCE]
+        full_fence()
         incarnation, length = heads[head + _INCARNATION], heads[head + _LENGTH]
         frame = bytes(self._cells.frames[at : at + min(max(0, length), CELL_BYTES)])
         full_fence()
-        whole = sequence % 2 == 0 and heads[head + _SEQUENCE] == sequence
-        return (incarnation, frame) if whole else None
-
-    def _decoded(self, frame: bytes) -> list[tuple[int, M]]:
+        if sequence % 2 or heads[head + _SEQUENCE] != sequence or incarnation != self._incarnation:
+            return None
         try:
             message = decode(frame, (self._accepts,))
         except MalformedMessage:
             self.malformed += 1
-            return []
+            return None
         assert isinstance(message, self._accepts)
-        return [(self._number(message), message)]
+        return message

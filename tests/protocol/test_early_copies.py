@@ -68,13 +68,13 @@ def test_what_is_meant_for_a_predecessor_is_left_alone(cells: Cells) -> None:
     assert successor.look() == [demand(2)]
 
 
-def test_a_message_half_written_is_waited_for(cells: Cells) -> None:
+def test_a_message_that_is_being_overwritten_comes_the_other_way(cells: Cells) -> None:
     sender, taker = EarlySender(cells), receiver(cells)
     sender.put(demand(1).encode())
+    sender.put(demand(2).encode())
     cells.heads[0, 0] += 1
-    assert taker.look() == [] and taker.changed
-    cells.heads[0, 0] += 1
-    assert taker.look() == [demand(1)]
+    assert taker.look() == [demand(2)] and not taker.changed
+    assert [taker.has_had(demand(n)) for n in (1, 2)] == [False, True]
 
 
 def test_a_long_message_is_left_to_the_socket(cells: Cells) -> None:
