@@ -74,11 +74,6 @@ class EarlyReceiver(Generic[M]):
         self._not_sent_yet: set[int] = set()
         self.malformed = 0
 
-    @property
-    def changed(self) -> bool:
-        """Whether something was put here since the last look."""
-        return self._cells.puts[0] != self._looked_at
-
     def look(self) -> list[M]:
         """The messages that are new, in order."""
         puts = self._cells.puts[0]
