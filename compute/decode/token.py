@@ -95,6 +95,8 @@ class TokenDecoder(SingleTokens):
         try:
             with self._tracer.span("token's graph"), self._tier.serving():
                 self._serve(ticket)
+            # For the next token, while this one's last layer and head are computed.
+            self._tier.make_room()
         finally:
             self._end()
         if self._mailbox.gave_up:
