@@ -129,11 +129,8 @@ class Residency:
             ]
             self._scheduler.predicted((step, layer), predicted_layer, named, len(predicted))
             for expert, _ in named:
-                read = self.queue.reads.get((predicted_layer, expert))
-                guess = read and self._scheduler.taken(read.key)
-                if read and guess:
-                    # Who names it again is nearer and knows more.
-                    read.probability = guess.probability
+                if (predicted_layer, expert) in self.queue.reads:
+                    self._scheduler.taken((predicted_layer, expert))
 
     def pin(self, keys: Sequence[Key]) -> None:
         """Read `keys` when nothing else is to do, and never give them up."""
@@ -321,24 +318,23 @@ class Residency:
         """The predicted read whose next piece is worth reading now, begun if need be."""
         if self._demand_due or self._waited_for:
             return None
-        best, most, busy = None, 0.0, self.queue.busy_readers
-        for read in self.queue.begun(PREDICTED):
+        read = self.queue.next_begun(PREDICTED)
+        if read is not None:
             begun = Guess(read.key, read.due[0], read.probability)
-            nbytes = read.todo[0].needed
+            nbytes, busy = read.todo[0].needed, self.queue.busy_readers
             worth = self._scheduler.gain(now, begun, nbytes, busy, evicts=False)
-            if worth > most:
-                best, most = read, worth
+            return read if worth > 0 else None
         if self.queue.predictions_begun >= self._predicted_in_flight:
-            return best
+            return None
         nbytes = self._slices.experts[0][0].pieces[0].needed
-        guess = self._scheduler.best(now, nbytes, busy, above=most)
+        guess = self._scheduler.best(now, nbytes, self.queue.busy_readers)
         if guess is None:
-            return best
+            return None
         read = self._queue_read(guess.key, PREDICTED, guess.due)
         read.probability = guess.probability
         if not self._begin(read):
             self.queue.remove(read)
-            return best
+            return None
         self._scheduler.begun(guess)
         return read
 
