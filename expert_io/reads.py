@@ -9,6 +9,7 @@ that thousands of warm experts in the background cost an urgent one nothing.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from expert_io.policy import Key
@@ -116,9 +117,13 @@ class ReadQueue:
         self.reads[read.key] = read
         self._lanes[read.lane].waiting[read.key] = read
 
+    def begun(self, lane: int) -> Iterable[Read]:
+        """The reads of a lane that can be gone on with, oldest first."""
+        return self._lanes[lane].begun.values()
+
     def next_begun(self, lane: int) -> Read | None:
         """The read of a lane to go on with."""
-        return next(iter(self._lanes[lane].begun.values()), None)
+        return next(iter(self.begun(lane)), None)
 
     def next_waiting(self, lane: int) -> Read | None:
         """The read of a lane to begin next."""

@@ -129,8 +129,11 @@ class Residency:
             ]
             self._scheduler.predicted((step, layer), predicted_layer, named, len(predicted))
             for expert, _ in named:
-                if (predicted_layer, expert) in self.queue.reads:
-                    self._scheduler.taken((predicted_layer, expert))
+                read = self.queue.reads.get((predicted_layer, expert))
+                guess = read and self._scheduler.taken(read.key)
+                if read and guess:
+                    # Who names it again is nearer and knows more.
+                    read.probability = guess.probability
 
     def pin(self, keys: Sequence[Key]) -> None:
         """Read `keys` when nothing else is to do, and never give them up."""
@@ -318,23 +321,24 @@ class Residency:
         """The predicted read whose next piece is worth reading now, begun if need be."""
         if self._demand_due or self._waited_for:
             return None
-        read = self.queue.next_begun(PREDICTED)
-        if read is not None:
+        best, most, busy = None, 0.0, self.queue.busy_readers
+        for read in self.queue.begun(PREDICTED):
             begun = Guess(read.key, read.due[0], read.probability)
-            nbytes, busy = read.todo[0].needed, self.queue.busy_readers
+            nbytes = read.todo[0].needed
             worth = self._scheduler.gain(now, begun, nbytes, busy, evicts=False)
-            return read if worth > 0 else None
+            if worth > most:
+                best, most = read, worth
         if self.queue.predictions_begun >= self._predicted_in_flight:
-            return None
+            return best
         nbytes = self._slices.experts[0][0].pieces[0].needed
-        guess = self._scheduler.best(now, nbytes, self.queue.busy_readers)
+        guess = self._scheduler.best(now, nbytes, busy, above=most)
         if guess is None:
-            return None
+            return best
         read = self._queue_read(guess.key, PREDICTED, guess.due)
         read.probability = guess.probability
         if not self._begin(read):
             self.queue.remove(read)
-            return None
+            return best
         self._scheduler.begun(guess)
         return read
 

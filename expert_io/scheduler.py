@@ -9,13 +9,15 @@ A piece of a guess is worth reading now if
     p o  >  (1 - p) (m b + v t)
 
 in seconds of compute's waiting: with probability `p` the expert is picked, and then the part `o` of
-the piece's `t` seconds that lies before its layer is routed need not be waited for. If it is not
-picked, then with probability `m` the next layer misses, and its reads wait for the part `b` of the
-piece that lies after that layer's routing; and with probability `v` the expert that gave up its
-slot is wanted back, more often than the guess itself is used later. (If the guess is right, then
-both costs would have come anyway.) So a far layer is read for when a read takes longer than a
-layer, and nothing is begun just before a routing that will tell. What is too unlikely is not read,
-however idle the disk (`LeastProbability`).
+the piece's `t` seconds in which the disk would idle before that need not be waited for: all up to
+the next routing, and of what lies between that and its own layer's as much as misses nothing, since
+what is read beside a miss holds that up for as long. If it is not picked, then with probability `m`
+the next layer misses, and its reads wait for the part `b` of the piece that lies after that layer's
+routing; and with probability `v` the expert that gave up its slot is wanted back, more often than
+the guess itself is used later. (If the guess is right, then both costs would have come anyway.) So
+a far layer is read for when a read takes longer than a layer and the near ones miss little, and
+nothing is begun just before a routing that will tell. What is too unlikely is not read, however
+idle the disk (`LeastProbability`).
 """
 
 from __future__ import annotations
@@ -211,10 +213,10 @@ class ExpectedGain:
         """How many guesses that nobody reads yet are likely enough to be read."""
         return sum(g.probability >= self.least.value for g in self._guesses.values())
 
-    def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
+    def best(self, now: float, nbytes: int, busy: int, above: float = 0.0) -> Guess | None:
         """The guess whose first piece, of `nbytes`, is most worth reading now, beside `busy`
-        readers."""
-        best, most = None, 0.0
+        readers; None if no gain is `above` that."""
+        best, most = None, above
         for guess in self._guesses.values():
             if guess.probability < self.least.value:
                 continue
@@ -228,15 +230,17 @@ class ExpectedGain:
         self.taken(guess.key)
         self._begun[guess.key] = guess.due
 
-    def taken(self, key: Key) -> None:
-        """`key` is resident or being read: no guess any more."""
-        self._guesses.pop(key, None)
+    def taken(self, key: Key) -> Guess | None:
+        """`key` is resident or being read: no guess any more. What was guessed of it."""
+        return self._guesses.pop(key, None)
 
     def gain(self, now: float, guess: Guess, nbytes: int, busy: int, *, evicts: bool) -> float:
         """Seconds of waiting that reading a piece of `nbytes` now is expected to save."""
         takes = self.disk.seconds(nbytes, busy + 1)
-        overlapped = min(takes, self.pace.until(now, guess.key[0])) * self.disk.adds(busy)
-        blocked = takes - min(takes, self.pace.until(now))
+        next_routing, routing = self.pace.until(now), self.pace.until(now, guess.key[0])
+        idle = next_routing + (1 - self._misses.value) * (routing - next_routing)
+        overlapped = min(takes, idle) * self.disk.adds(busy)
+        blocked = takes - min(takes, next_routing)
         if guess.key[0] == self.pace.next_layer:
             # The routing after which others wait for it also tells that it is wrong.
             step = self.disk.step(nbytes, busy + 1)
@@ -254,8 +258,8 @@ class Eager(ExpectedGain):
     def promising(self) -> int:
         return len(self._guesses)
 
-    def best(self, now: float, nbytes: int, busy: int) -> Guess | None:
-        return next(iter(self._guesses.values()), None)
+    def best(self, now: float, nbytes: int, busy: int, above: float = 0.0) -> Guess | None:
+        return None if above else next(iter(self._guesses.values()), None)
 
     def gain(self, now: float, guess: Guess, nbytes: int, busy: int, *, evicts: bool) -> float:
         return 1.0

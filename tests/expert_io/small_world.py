@@ -11,7 +11,7 @@ from expert_io.policies import make_policy
 from expert_io.policy import Key
 from expert_io.reads import Order
 from expert_io.residency import Outcome, Residency
-from expert_io.scheduler import DiskPace, Eager
+from expert_io.scheduler import DiskPace, Eager, ExpectedGain
 from expert_io.slices import BLOCK, ExpertSlices, Slice, SliceMap
 from protocol import counters
 from protocol.layouts import (
@@ -51,13 +51,13 @@ class SmallWorld:
     reserve: int = 2
     predicted_in_flight: int = 2
     policy: str = "lru"
+    scheduler: ExpectedGain = field(default_factory=Eager)
     held: dict[int, deque[Order]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.directory = Directory.create(layers=LAYERS, experts=EXPERTS, slots=self.slots)
         self.arena = Arena.create(slots=self.slots, slot_bytes=PAGE, pieces=PIECES)
         self.progress = Progress.create(words_count=Progress.COUNT)
-        self.scheduler = Eager()
         self.scheduler.disk = Halves()
         self.residency = Residency(
             slice_map(),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from expert_io.calibration import Calibration
+from expert_io.scheduler import ExpectedGain, Guess
 from protocol import counters
 from protocol.layouts import ABSENT, entry_slot
 from protocol.messages import BACKGROUND, PREDICTED, URGENT
@@ -127,6 +131,42 @@ def test_predictions_in_flight_are_bounded() -> None:
         if order is not None:
             keys.add(order.read.key)
     assert keys == {(1, 1), (1, 2)}
+
+
+class Believing(ExpectedGain):
+    """Takes a score for the probability, and that for the gain."""
+
+    def gain(self, now: float, guess: Guess, nbytes: int, busy: int, *, evicts: bool) -> float:
+        return guess.probability
+
+
+def say(world: SmallWorld, layer: int, ahead: int, named: Sequence[tuple[int, float]]) -> None:
+    experts, scores = zip(*named, strict=True)
+    world.residency.hint(0, layer, [], ahead, experts, scores)
+
+
+def test_a_likelier_guess_is_begun_before_another_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Calibration, "probability", lambda self, score: score)
+    world = SmallWorld(scheduler=Believing())
+    say(world, 0, 2, [(5, 0.7)])
+    orders = [world.take_order(0)]
+    say(world, 0, 1, [(6, 0.9)])
+    orders += [world.take_order(reader) for reader in range(1, 2 * PIECES)]
+    keys = [order.read.key for order in orders if order is not None]
+    assert keys == [(2, 5), *[(1, 6)] * PIECES, *[(2, 5)] * (PIECES - 1)]
+
+
+def test_a_guess_being_read_is_believed_as_the_nearest_layer_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Calibration, "probability", lambda self, score: score)
+    world = SmallWorld(scheduler=Believing())
+    say(world, 0, 2, [(5, 0.8), (6, 0.7)])
+    orders = [world.take_order(0)]
+    say(world, 1, 2, [(5, 0.7), (6, 0.9)])
+    orders += [world.take_order(reader) for reader in range(1, 2 * PIECES)]
+    keys = [order.read.key for order in orders if order is not None]
+    assert keys == [(2, 5), *[(2, 6)] * PIECES, *[(2, 5)] * (PIECES - 1)]
 
 
 def test_predictions_are_dropped_when_their_layer_has_been_routed() -> None:

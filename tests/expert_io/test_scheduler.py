@@ -6,7 +6,7 @@ import pytest
 
 from expert_io.calibration import Calibration
 from expert_io.returns import Returns
-from expert_io.scheduler import DiskPace, ExpectedGain, Pace
+from expert_io.scheduler import DiskPace, ExpectedGain, Guess, Pace
 from expert_io.slices import BLOCK
 
 LAYER_S, PIECE = 0.010, 1000
@@ -57,6 +57,15 @@ def test_the_longer_a_piece_the_surer_a_guess_has_to_be() -> None:
 
 def test_a_slow_disk_is_no_obstacle_where_the_next_layer_never_misses() -> None:
     assert scheduler(0.7, piece_s=0.04, missing=False).best(0.0, PIECE, 0) is not None
+
+
+def test_a_far_layer_gains_no_more_than_the_next_where_the_next_will_be_read_for() -> None:
+    """Either is read for 10 ms until the next routing; beside the reads of a miss it gains none."""
+    near, far = Guess((1, 3), 1000, 0.9), Guess((3, 3), 1000, 0.9)
+    for missing in (True, False):
+        made = scheduler(0.9, piece_s=0.04, missing=missing)
+        gains = [made.gain(0.0, guess, PIECE, 0, evicts=True) for guess in (near, far)]
+        assert gains[1] / gains[0] == pytest.approx(1.0 if missing else 3.0, rel=0.05)
 
 
 def test_a_second_read_is_not_begun_where_one_has_the_whole_disk() -> None:

@@ -133,12 +133,14 @@ def test_a_wrong_guess_is_stopped_in_the_middle_of_a_piece() -> None:
     """A disk so slow that the larger of an expert's two pieces takes three layers."""
     with ExpertGroup(DEMO, slots=SLOTS, readers=1, bandwidth=1_200_000.0) as group:
         step = teach(group, 1, [5, 6])
+        # With one that is there, as many are named as before, but only one can be read.
+        group.fetch(1, [5])
         small, large = group.slices.experts[1][7].pieces
         deadline = time.monotonic() + 20
         while True:
             assert time.monotonic() < deadline
             before = group.stats().get(counters.PREDICTED_WASTED_BYTES, 0)
-            group.hint(step, 0, [], 1, [7, 8])
+            group.hint(step, 0, [], 1, [5, 7])
             group.compute.receive(2 * A_LAYER_S)
             group.hint(step, 1, [5], -1, [])
             group.compute.receive(2 * A_LAYER_S)
